@@ -143,6 +143,11 @@ def report(figures: Figures) -> str:
     measured = figures.measured
     shown = [key for key in PREDICTIONS if any(key in result.predicted for result in measured)]
     lines = [_table(figures, shown), ""] if measured else []
+    lines += [
+        table
+        for world in sorted({result.cell.world for result in measured})
+        for table in (by_model(figures, world), "")
+    ]
     for key in shown:
         lines.append(_summary(PREDICTIONS[key], figures.errors(key)))
     if measured:
@@ -183,6 +188,26 @@ def _table(figures: Figures, shown: Iterable[str]) -> str:
             row += [f"{result.predicted[key] * 1e3:.0f} ms", f"{result.error(key):+.1%}"] if there else ["", ""]
         rows.append(row)
     return tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
+
+
+def by_model(figures: Figures, world: int) -> str:
+    """Measured seconds and the error of the simulated ones: a row for each strategy and network, a column a model."""
+    found = {result.cell: result for result in figures.measured if result.cell.world == world}
+    models = sorted({cell.model for cell in found})
+    rows = []
+    for strategy, network in sorted({(cell.strategy, cell.network) for cell in found}):
+        some = {cell.model: r for cell, r in found.items() if (cell.strategy, cell.network) == (strategy, network)}
+        rows.append([strategy, network, *(_seconds_and_error(some.get(model)) for model in models)])
+    head = [f"{world} ranks", "network", *models]
+    align = ["left", "left", *["right"] * len(models)]
+    return tabulate(rows, head, tablefmt="pipe", colalign=align, disable_numparse=True)
+
+
+def _seconds_and_error(result: Result | None) -> str:
+    if result is None:
+        return ""
+    error = f", {result.error('roofline'):+.1%}" if "roofline" in result.predicted else ""
+    return f"{result.measured * 1e3:.0f} ms{error}"
 
 
 def _words(key: str) -> str:

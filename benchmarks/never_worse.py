@@ -2,7 +2,7 @@
 
     python -m benchmarks.never_worse --jobs 2                            all cells that never_worse.jsonl has not
     python -m benchmarks.never_worse --examples mlp --worlds 2,4         a quick look
-    python -m benchmarks.never_worse --no-more --markdown table.md       the table of what is there
+    python -m benchmarks.never_worse --no-more --markdown table.md       the ranges over the worlds, for the page
 
 Each strategy is planned twice: among the others under `auto`, and by itself, as a user who asks for it by name has it.
 The exit status is 1 where `auto` is below one of these plans by more than `LEAST`, and the cells are named.
@@ -35,6 +35,7 @@ from splitc.passes.planner.strategy import parse_strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPERS = ("data_parallel", "parameter_server", "layer_separation", "hybrid_single", "modulo_shard", "late_multiply")
+EXAMPLES = ("alexnet", "mlp", "recommender", "resnet", "transformer", "vgg16", "vgg19")
 CLUSTERS = ("cpu16-1gbe", "rtx3090-2.5gbe", "rtx4090-10gbe", "v100-10gbe", "t4-pcie-50gbe", "a100-nvlink-200ib")
 WORLDS = (2, 4, 8, 16, 32, 64)
 LEAST = 1e-6  # a smaller fraction is none
@@ -85,10 +86,15 @@ class Result:
         return [f"{self.cell}: auto {self.auto:.6g} samples/s ({self.chosen or self.why}), {each}" for each in found]
 
     @property
-    def gains(self) -> str:
-        """Over the best plan of the papers, and over data parallelism: `1.21 (4.0)`."""
+    def factors(self) -> tuple[float, float] | None:
+        """Samples/s by those of the best plan of the papers, and by those of data parallelism."""
         base = max((rates.get("data_parallel", 0.0) for rates in (self.among, self.alone)), default=0.0)
-        return f"{self.auto / self.best:.2f} ({self.auto / base:.1f})" if self.best and base else "-"
+        return (self.auto / self.best, self.auto / base) if self.best and base else None
+
+    @property
+    def gains(self) -> str:
+        """The factors in words: `1.21 (4.0)`."""
+        return "-" if self.factors is None else "{:.2f} ({:.1f})".format(*self.factors)
 
 
 def result(cell: Cell) -> Result:
@@ -143,6 +149,24 @@ def table(results: Iterable[Result]) -> str:
     return tabulate(rows, ("example", "cluster", *map(str, worlds)), tablefmt="pipe", disable_numparse=True)
 
 
+def ranges(results: Iterable[Result]) -> str:
+    """A row for each example, a column for each cluster: the least and the largest gains over the worlds."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for each in results:
+        if each.factors is not None:
+            found.setdefault(each.cell.example, {}).setdefault(each.cell.cluster, []).append(each.factors)
+    clusters = list(dict.fromkeys(cluster for row in found.values() for cluster in row))
+    rows = [(example, *(_range(row.get(cluster, [])) for cluster in clusters)) for example, row in found.items()]
+    return tabulate(rows, ("example", *clusters), tablefmt="pipe", disable_numparse=True)
+
+
+def _range(factors: Sequence[tuple[float, float]]) -> str:
+    if not factors:
+        return ""
+    best, base = zip(*factors, strict=True)
+    return f"{min(best):.2f} to {max(best):.2f} ({min(base):.1f} to {max(base):.1f})"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     wanted = [Cell(*each) for each in ((e, c, w) for w in args.worlds for e in args.examples for c in args.clusters)]
@@ -162,9 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"stopped; the same command goes on from {args.file}", file=sys.stderr)
         return 130
     shown = [there[cell] for cell in sorted(wanted) if cell in there]
-    print(text := table(shown))
+    print(table(shown))
     if args.markdown:
-        args.markdown.write_text(text + "\n", encoding="utf-8")
+        args.markdown.write_text(ranges(shown) + "\n", encoding="utf-8")
     worse = [line for each in shown for line in each.worse]
     print(f"\n{len(shown)} of {len(wanted)} cells; auto is worse in {len(worse)} comparisons", *worse, sep="\n")
     return 1 if worse else 0
@@ -174,9 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     def words(text: str) -> list[str]:
         return text.split(",")
 
-    examples = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem != "__init__")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.never_worse", description=__doc__.splitlines()[0])
-    parser.add_argument("--examples", type=words, default=examples, metavar="A,B", help="default: all")
+    parser.add_argument("--examples", type=words, default=EXAMPLES, metavar="A,B", help="default: all models")
     parser.add_argument(
         "--clusters", type=words, default=CLUSTERS, metavar="A,B", help=f"default: {','.join(CLUSTERS)}"
     )
@@ -187,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--from", dest="file", type=Path, default=Path("never_worse.jsonl"), metavar="FILE", help="results, one a line"
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the ranges over the worlds there")
     parser.add_argument("--no-more", action="store_true", help="plan nothing, only show what is in the file")
     return parser
 

@@ -121,35 +121,35 @@ class Figures:
 
 
 def report(figures: Figures, against: Mapping[str, str]) -> str:
-    """A section for each place.  against: side -> the script that it is compared with, besides DDP."""
+    """A table of all places, and what is missing.  against: side -> the script it is compared with, besides DDP."""
     sections = [f"{what}: {words}" for what, words in figures.about.items()]
-    for place, measured in sorted(figures.places.items()):
-        examples = f"{measured.batch} examples a rank, {measured.image} x {measured.image}"
-        sections.append(f"### {place.world} ranks, {place.bandwidth * 8e-6:g} Mbit/s, {examples}")
-        sections.append(_table(measured, against))
-        sections += [f"- not measured: {side}: {why.splitlines()[0]}" for side, why in measured.missing.items()]
-    return "\n\n".join(sections)
+    places = sorted(figures.places.items())
+    inputs = dict.fromkeys(f"{each.batch} examples a rank, {each.image} x {each.image}" for _, each in places)
+    sections += [*inputs, _table(places, against)] if places else []
+    missing = [f"- not measured: {place} {s}: {w.splitlines()[0]}" for place, m in places for s, w in m.missing.items()]
+    return "\n\n".join([*sections, "\n".join(missing)]).rstrip()
 
 
-def _table(measured: Measured, against: Mapping[str, str]) -> str:
-    names = dict.fromkeys(name for each in measured.alternations for name in each if measured.ratios(name))
+def _table(places: Sequence[tuple[Place, Measured]], against: Mapping[str, str]) -> str:
     rows = []
-    for name in names:
-        seconds, bound, predicted = measured.seconds(name), measured.bound(name), measured.predicted.get(name)
-        rows.append(
-            (
-                name,
-                f"{seconds * 1e3:.0f} ms",
-                _ratio(measured.ratios(name)),
-                _ratio(measured.ratios(name, against[name])) if against.get(name) else "",
-                f"{bound * 1e3:.0f} ms",
-                f"{seconds / bound:.2f}",
-                "" if predicted is None else f"{predicted / seconds - 1:+.1%}",
-                len(measured.ratios(name)),
+    for place, measured in places:
+        for name in dict.fromkeys(name for each in measured.alternations for name in each if measured.ratios(name)):
+            seconds, bound, predicted = measured.seconds(name), measured.bound(name), measured.predicted.get(name)
+            rows.append(
+                (
+                    place,
+                    name,
+                    f"{seconds * 1e3:.0f} ms",
+                    _ratio(measured.ratios(name)) if name != BASE else "",
+                    _ratio(measured.ratios(name, against[name])) if against.get(name) else "",
+                    f"{bound * 1e3:.0f} ms",
+                    f"{seconds / bound:.2f}",
+                    "" if predicted is None else f"{predicted / seconds - 1:+.1%}",
+                    len(measured.ratios(name)),
+                )
             )
-        )
-    headers = ("side", "step", "times DDP", "times by hand", "bound", "step/bound", "simulated", "pairs")
-    return tabulate(rows, headers, tablefmt="pipe", colalign=("left", *["right"] * 7), disable_numparse=True)
+    headers = ("place", "side", "step", "times DDP", "times by hand", "bound", "step/bound", "simulated", "pairs")
+    return tabulate(rows, headers, tablefmt="pipe", colalign=("left", "left", *["right"] * 7), disable_numparse=True)
 
 
 def _ratio(ratios: Sequence[float]) -> str:

@@ -22,33 +22,35 @@ from pathlib import Path
 import torch
 
 from benchmarks.paper_models.case import papers
-from benchmarks.paper_models.measure import Result, Trained, measured
+from benchmarks.paper_models.measure import PLANS, Result, Trained, measured
 
 HEADING = "## Models after their papers"
 INTRODUCTION = """\
-Written by `python -m benchmarks.paper_models --page docs/measurements/real-models.md` with torch {torch}. Small
-models, written by hand after the papers named, or tiny configurations of packages, of kinds that are hard to divide.
-Each trains four steps of batches that differ in size, on simulated ranks, under `data_parallel` on 2 and `auto` on 4,
-and is compared with a plain loop of torch in float64: losses, evaluations, gradients, state. The numbers are the
-errors of `verify`.
+Written by `python -m benchmarks.paper_models --page docs/measurements/real-models.md` with torch {torch}: small
+models, written by hand after papers, or tiny configurations of packages, of kinds that are hard to divide; authors and
+titles are in `benchmarks/paper_models/zoo/`. Each trains four steps of batches that differ in size, on simulated ranks,
+under `data_parallel` on 2 and `auto` on 4, and is compared with a plain loop of torch in float64: losses, evaluations,
+gradients, state. An error is the largest of `verify`; {trains} of {models} train, those in bold do not.
 """
 
 
 def page(results: Sequence[Result]) -> str:
     """The part of the page."""
     trains = sum(each.trains for each in results)
+    introduction = INTRODUCTION.format(torch=torch.__version__, trains=trains, models=len(results))
     text = [
         HEADING,
         "",
-        textwrap.fill(INTRODUCTION.format(torch=torch.__version__), 120, break_long_words=False),
+        textwrap.fill(introduction, 120, break_long_words=False, break_on_hyphens=False),
         "",
-        f"{trains} of {len(results)} train.",
-        "",
-        "| model | after | parameters | data_parallel | auto |",
-        "| --- | --- | ---: | --- | --- |",
+        "| kind | models | error, data_parallel | error, auto |",
+        "| --- | --- | ---: | ---: |",
     ]
-    for r in results:
-        text.append(f"| {r.name} | {r.source} | {r.parameters} | {' | '.join(map(_cell, r.trained))} |")
+    for kind in dict.fromkeys(each.kind for each in results):
+        some = [each for each in results if each.kind == kind]
+        names = (each.name if each.trains else f"**{each.name}**" for each in some)
+        errors = (_largest([each.trained[k] for each in some]) for k in range(len(PLANS)))
+        text.append(f"| {kind} | {', '.join(names)} | {' | '.join(errors)} |")
     refused = {r.name: why for r in results for t in r.trained if (why := t.refused or t.wrong)}
     if refused:
         text += [
@@ -60,11 +62,9 @@ def page(results: Sequence[Result]) -> str:
     return "\n".join(text) + "\n"
 
 
-def _cell(trained: Trained) -> str:
-    if trained.refused or trained.wrong:
-        return "**refused**" if trained.refused else "**wrong**"
-    plan = "" if trained.plan.startswith(trained.strategy) else f"{trained.plan}, "
-    return f"{plan}{trained.error:.0e}"
+def _largest(trained: Sequence[Trained]) -> str:
+    errors = [each.error for each in trained if each.error is not None and not each.wrong]
+    return f"{max(errors):.0e}" if errors else ""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,8 @@ class Paper:
 
     source: authors, title, year.  make: builds the module.  batch: so many examples, inputs and target.
     loss: None where the module returns it.  dims: the batch dimension of inputs and target; of each where they differ,
-    None for a tensor that every rank has whole; or a
-    function that takes examples of a batch.  options: further arguments of `splitc.compile`.
-    package: the distribution needed.
+    None for a tensor that every rank has whole; or a function that takes examples of a batch.  options: further
+    arguments of `splitc.compile`.  package: the distribution needed.  kind: the file of `zoo/`, as words.
     """
 
     source: str
@@ -36,6 +35,7 @@ class Paper:
     options: Mapping[str, Any] = field(default_factory=dict)
     package: str = ""
     examples: int = 4
+    kind: str = ""
 
 
 @dataclass
@@ -76,7 +76,8 @@ def papers() -> dict[str, Paper]:
     """The models of all files of `zoo/`, by name."""
     found: dict[str, Paper] = {}
     for file in sorted(pkgutil.iter_modules(zoo.__path__), key=lambda file: file.name):
-        found |= importlib.import_module(f"{zoo.__name__}.{file.name}").MODELS
+        models = importlib.import_module(f"{zoo.__name__}.{file.name}").MODELS
+        found |= {name: replace(paper, kind=file.name.replace("_", " ")) for name, paper in models.items()}
     return found
 
 

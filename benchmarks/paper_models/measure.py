@@ -35,11 +35,10 @@ class Trained:
 
 @dataclass(frozen=True)
 class Result:
-    """A model under all strategies."""
+    """A model under all strategies.  kind: the file of `zoo/` that it is in, as words."""
 
     name: str
-    source: str
-    parameters: int
+    kind: str
     trained: tuple[Trained, ...]
     seconds: float
 
@@ -56,10 +55,8 @@ def measured(name: str) -> Result:
     paper, begin = papers()[name], time.process_time()
     if paper.package:
         declare()
-    module = paper.make()
     trained = tuple(_trained(name, strategy, world) for strategy, world in PLANS)
-    parameters = sum(p.numel() for p in module.parameters())
-    return Result(name, paper.source, parameters, trained, time.process_time() - begin)
+    return Result(name, paper.kind, trained, time.process_time() - begin)
 
 
 def _trained(name: str, strategy: str, world: int) -> Trained:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median
@@ -29,16 +30,15 @@ INTRODUCTION = """\
 # Real models
 
 Written by `python -m benchmarks.real_models --table docs/measurements/real-models.md`, with the packages of
-`benchmarks/real_models/requirements.txt`. Every model has random weights and a small configuration. It is compiled in
-train mode for 4 ranks under `auto`, and then compared and trained:
+`benchmarks/real_models/requirements.txt`; the models are those of `benchmarks/real_models/zoo/`. Each has random
+weights and a small configuration, is compiled in train mode for 4 ranks under `auto`, and compared and trained:
 
-- **error**: of one step of data parallelism on two ranks against the eager model, by code apart from `verify`
-  (`benchmarks/real_models/eager.py`): loss, every gradient, every parameter and buffer after it. It is equal up to
-  1e-8 in float64, up to 1e-3 in float32 where the model cannot run in float64, and where the model computes in float32
-  inside, up to ten times what another order or division of the examples changes in eager.
-- **trained**: `verify` holds under `auto` and under two strategies that were asked for, one of which separates or
-  divides layers. In float64 unless it says otherwise.
-- **regions**: parts that stay the user's own code, with their share of parameters and FLOPs.
+- **equal**: one step of data parallelism on two ranks against the eager model, by code apart from `verify`
+  (`benchmarks/real_models/eager.py`): loss, every gradient, every parameter and buffer after it. Its error is at most
+  1e-8 in float64; 1e-3 in float32 where the model cannot run in float64; and where the model computes in float32
+  inside, ten times what another order or division of the examples changes in eager.
+- **trained**: `verify` holds under `auto` and under two strategies asked for, one of which separates or divides layers.
+- **region**: a part that stays the user's own code, with its share of parameters and FLOPs.
 """
 
 
@@ -47,6 +47,7 @@ def page(results: Sequence[Result], missing: Sequence[str]) -> str:
     parts = [
         INTRODUCTION,
         *_totals(results, missing),
+        *_exceptions(results),
         "",
         *_rows(results),
         "",
@@ -92,42 +93,59 @@ def _share(count: int, whole: int) -> str:
 
 
 def _rows(results: Sequence[Result]) -> list[str]:
-    """The table."""
+    """The table: a row for each package."""
     rows = [
-        "| model | package | parameters | regions | CPU seconds + validation | error | trained | chosen for |",
-        "| --- | --- | ---: | --- | --- | --- | --- | --- |",
+        "| package | models (chosen for) | largest error in float64 | longest compile, CPU s (of it validation) |",
+        "| --- | --- | ---: | ---: |",
     ]
-    for r in results:
-        of = r.regions
-        regions = f"{of.number}: {of.parameters:.0%} of parameters, {of.flops:.0%} of FLOPs" if of.number else ""
-        seconds = "" if r.seconds is None else f"{r.seconds - r.validation:.1f} + {r.validation:.1f}"
-        error = "" if r.error is None else f"{r.error:.0e}{'' if r.dtype == 'float64' else ' (float32)'}"
-        trained = "; ".join(_trained(r)) if r.captured else f"no: {r.failed}"
-        cells = (r.name, r.package, _count(r.parameters), regions, seconds, error, trained, r.shows)
-        rows.append(f"| {' | '.join(cells)} |")
+    for package in dict.fromkeys(r.package for r in results):
+        some = [r for r in results if r.package == package]
+        errors = [r.error for r in some if r.error is not None and r.dtype == "float64"]
+        error = f"{max(errors):.0e}" if errors else ""
+        slowest = max((r for r in some if r.captured), key=lambda r: r.seconds or 0.0, default=None)
+        seconds = "" if slowest is None else f"{slowest.seconds:.1f} ({slowest.validation:.1f})"
+        rows.append(f"| {package} | {', '.join(map(_model, some))} | {error} | {seconds} |")
     return rows
 
 
-def _trained(result: Result) -> list[str]:
-    """`auto` with its plan, and the others by name; with their errors where they do not hold."""
-    if not result.trained:
-        return [f"no: {result.failed}"]
-    found = []
-    for t in result.trained:
-        name = t.strategy.partition("(")[0]
-        name = f"{name} ({t.what})" if name == "auto" and t.holds else name
-        found.append(f"{name}{'' if t.dtype == 'float64' else ' in float32'}" if t.holds else f"**{name}: no**")
-    return found
+def _model(result: Result) -> str:
+    """Its name, in bold where a stage failed or `verify` does not hold, and what it was chosen for."""
+    name = result.name if result.trains and not result.failed else f"**{result.name}**"
+    return f"{name} ({result.shows})" if result.shows else name
 
 
-def _count(number: int) -> str:
-    return f"{number / 1e6:.2f} M" if number >= 10_000 else str(number)
+def _exceptions(results: Sequence[Result]) -> list[str]:
+    """What is in bold in the table or not in float64, by name."""
+    single = [
+        r.name if r.dtype == "float64" else f"{r.name} (error {r.error:.0e})"
+        for r in results
+        if r.captured and any(t.dtype != "float64" for t in r.trained)
+    ]
+    missed = [f"{r.name} ({', '.join(_missed(r))})" for r in results if r.captured and not r.trains]
+    lines = [f"- Trained in float32: {', '.join(single)}."] if single else []
+    lines += [f"- Not under three strategies that hold: {'; '.join(missed)}."] if missed else []
+    return [textwrap.fill(each, 120, subsequent_indent="  ", break_on_hyphens=False) for each in lines]
+
+
+def _missed(result: Result) -> list[str]:
+    """The strategies that do not hold; else the few there are."""
+    wrong = [f"{t.strategy.partition('(')[0]} wrong" for t in result.trained if not t.holds]
+    return wrong or [f"auto and {name} alone" for name in _names(result) if name != "auto"]
+
+
+def _names(result: Result) -> list[str]:
+    return [t.strategy.partition("(")[0] for t in result.trained]
 
 
 def _regions(results: Sequence[Result]) -> list[str]:
     """The lines that made regions."""
-    lines = [f"| {r.name} | {why} |" for r in results for why in r.regions.why]
-    return ["## What stays the user's own code", "", "| model | why |", "| --- | --- |", *lines, ""] if lines else []
+    rows = [
+        f"| {r.name} | {r.regions.number} | {r.regions.parameters:.0%} | {r.regions.flops:.0%} | {why} |"
+        for r in results
+        for why in r.regions.why
+    ]
+    head = ["| model | regions | of parameters | of FLOPs | why |", "| --- | ---: | ---: | ---: | --- |"]
+    return ["## What stays the user's own code", "", *head, *rows, ""] if rows else []
 
 
 def _failures(results: Sequence[Result]) -> list[str]:

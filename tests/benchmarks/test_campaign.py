@@ -131,10 +131,12 @@ def test_the_table_shows_each_cell_marks_disturbed_ones_and_names_what_is_missin
         *("model", "strategy", "ranks", "network", "measured", "noise"),
         *("roofline", "error", "program", "error"),
     ]
-    assert rows[2:] == [
+    assert rows[2:4] == [
         ["mlp", "data_parallel", "2", "230Mbit", "100 ms*", "0.0%", "110 ms", "+10.0%", "220 ms", "+120.0%"],
         ["vgg", "late_multiply", "4", "unshaped", "400 ms", "-", "300 ms", "-25.0%", "600 ms", "+50.0%"],
     ]
+    assert rows[4] == ["2 ranks", "network", "mlp"] and rows[6] == ["data_parallel", "230Mbit", "100 ms, +10.0%"]
+    assert rows[7] == ["4 ranks", "network", "vgg"] and rows[9] == ["late_multiply", "unshaped", "400 ms, -25.0%"]
     assert "- roofline: error median 17.5%, worst -25.0% (vgg late_multiply, 4 ranks, unshaped)" in text
     assert "more than 5% of the processors in 1 of 3 runs" in text
     assert "- calibration of 2 ranks, 230Mbit: fits miss by 30.0%, at worst -50.0% (receive)" in text

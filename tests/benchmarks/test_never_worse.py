@@ -38,7 +38,8 @@ def test_the_command_goes_on_from_its_file_and_exits_with_1_where_auto_is_worse(
     monkeypatch.setattr(never_worse, "result", result)
     command = ["--examples", "mlp", "--clusters", "v100-10gbe", "--from", str(file), "--worlds"]
     assert never_worse.main([*command, "2"]) == 0
-    assert never_worse.main([*command, "2,4"]) == 1
+    assert never_worse.main([*command, "2,4", "--markdown", str(tmp_path / "page.md")]) == 1
+    assert "| mlp | 0.80 to 2.00 (0.8 to 2.0) |" in " ".join((tmp_path / "page.md").read_text().split())
     assert planned == [Cell("mlp", "v100-10gbe", 4)]
     assert "| mlp | v100-10gbe | 2.00 (2.0) | 0.80 (0.8) |" in " ".join(capsys.readouterr().out.split())
     assert set(never_worse.read(file)) == {CELL, Cell("mlp", "v100-10gbe", 4)}

@@ -26,10 +26,10 @@ def test_a_model_that_can_be_divided_trains_under_every_strategy() -> None:
 
 def test_the_part_of_the_page_says_what_was_refused_and_why() -> None:
     refused = Trained("auto", refused="CaptureError: no such layer")
-    text = page(
-        [Result("net", "Author, Title, 2020", 12, (Trained("data_parallel", "data_parallel", 1e-16), refused), 1.0)]
-    )
-    assert "0 of 1 train." in text
-    assert "| net | Author, Title, 2020 | 12 | 1e-16 | **refused** |" in text
+    exact = Trained("data_parallel", "data_parallel", 1e-16)
+    trained = Result("other", "views", (exact, Trained("auto", "mixed", 3e-15)), 1.0)
+    text = page([Result("net", "views", (exact, refused), 1.0), trained])
+    assert "1 of 2 train" in " ".join(text.split())
+    assert "| views | **net**, other | 1e-16 | 3e-15 |" in text
     assert "| net | CaptureError: no such layer |" in text
     assert text.startswith(HEADING)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 
-from benchmarks.papers import ist, practical_lessons, splitbrain
+from benchmarks.papers import practical_lessons, splitbrain
 from benchmarks.papers.conv_fc_split import conv_fc_split
 from benchmarks.papers.krizhevsky import SCHEMES, Exchange
 from benchmarks.papers.stanza import (
@@ -16,11 +16,9 @@ from benchmarks.papers.stanza import (
     assign_ps_nodes,
     memory_of,
     ps_step_seconds,
-    ps_throughput,
     speedup,
     step_seconds,
     symbols_of,
-    throughput,
 )
 from splitc.cost_models.clusters.named import load_cluster
 from tests.support.paper_models import counted, inception_v3, parameters, resnet152, splitbrain_vgg
@@ -122,24 +120,19 @@ def stanza_2() -> Iterable[list[str]]:
 
 def stanza_times() -> Iterable[list[str]]:
     yield [
-        "model",
-        "K",
-        "T_c",
-        "T_f",
-        "eq. (6), 4 workers",
-        "measured, paper",
-        "",
-        "10 workers, eqs. (3), (6)",
-        "paper",
-    ]
+        "model", "K", "T_c", "T_f", "eq. (6), 4 workers", "measured, paper", "", "10 workers, eqs. (3), (6)", "paper",
+        "T_ps, table 1", "T_c, fitted", "T_c at the float32 peak",
+    ]  # fmt: skip
     paper = {"AlexNet": "13.9", "VGG-16": "8.2", "VGG-19": ""}
     for model, measured in MEASURED.items():
-        s, _ = by_roofline(model)
-        step = ps_step_seconds(s, 4, 1)
+        device, parts, (s, _) = load_cluster("v100-10gbe").device, counted(model), by_roofline(model)
+        step, given = ps_step_seconds(s, 4, 1), by_table_1(model)
         ten = ps_step_seconds(s, 10, 1) / step_seconds(s, 10, 1)
+        flops = sum(parts.program.costs[layer].at(s.K).flops for layer in parts.conv)
         yield [
             model, str(s.K), f"{s.T_c:.3f} s", f"{s.T_f:.4f} s", f"{step:.2f} s", f"{measured:.2f} s",
-            _off(step, measured), f"{ten:.1f}", paper[model],
+            _off(step, measured), f"{ten:.1f}", paper[model], f"{given.T_c + given.T_f:.2f} s",
+            f"{fitted(model):.2f} s", f"{flops / device.flop_rate['float32']:.3f} s",
         ]  # fmt: skip
 
 
@@ -170,30 +163,6 @@ def figure_8() -> Iterable[list[str]]:
             ]  # fmt: skip
 
 
-def figure_8_times() -> Iterable[list[str]]:
-    yield ["model", "K", "T_f, roofline", "T_c, roofline", "T_ps, table 1", "T_c, fitted", "T_c at the float32 peak"]
-    for model in FIGURE_8:
-        device, parts, (s, _) = load_cluster("v100-10gbe").device, counted(model), by_roofline(model)
-        flops = sum(parts.program.costs[layer].at(s.K).flops for layer in parts.conv)
-        given = by_table_1(model)
-        yield [
-            model, str(s.K), f"{s.T_f:.4f} s", f"{s.T_c:.3f} s", f"{given.T_c + given.T_f:.2f} s",
-            f"{fitted(model):.2f} s", f"{flops / device.flop_rate['float32']:.3f} s",
-        ]  # fmt: skip
-
-
-def scaling() -> Iterable[list[str]]:
-    yield ["model", "Gbit/s", "parameter server, paper", "eqs. (6), (7)", "Stanza, paper", "eqs. (2) to (5)"]
-    paper = {"AlexNet": (1.73, 1.85), "VGG-16": (1.81, 1.91), "VGG-19": (1.70, 1.73)}
-    for model, ratios in paper.items():
-        for gbits, ratio in zip((25, 100), ratios, strict=True):
-            _, s, memory = at(model, 40, gbits)
-            servers = [ps_throughput(s, *assign_ps_nodes(s, nodes)) for nodes in (40, 80)]
-            stanza = [throughput(s, *assign_nodes(s, nodes, memory)) for nodes in (40, 80)]
-            grown = f"{servers[1] / servers[0]:.2f}", f"{stanza[1] / stanza[0]:.2f}"
-            yield [model, str(gbits), f"{ratio:.2f}", grown[0], "2", grown[1]]
-
-
 def practical_lessons_2() -> Iterable[list[str]]:
     yield ["GPUs", "data parallel, paper", "2 n P", "", "hybrid, paper", "2 n P_c + 2 b A", ""]
     parts, mebi = counted("AlexNet with groups"), 2**20
@@ -215,14 +184,6 @@ def splitbrain_1() -> Iterable[list[str]]:
     yield ["their shares", "24.83 %, 75.17 %", f"{100 * parts.P_c / parts.P:.2f} %, {100 * fc / parts.P:.2f} %"]
     savings = [f"{100 * splitbrain.memory_saving(parts.P, fc, mp):.1f} %" for mp in (2, 4, 8)]
     yield ["parameter memory saved, mp = 2, 4, 8", "up to 67 %", ", ".join(savings)]
-
-
-def ist_2() -> Iterable[list[str]]:
-    s = ist.FIGURE_2
-    yield ["sites", "data parallel, MB", "IST, MB", "data parallel, GFLOP", "IST, GFLOP"]
-    for n in (1, 2, 4, 8, 16):
-        moved = f"{ist.data_parallel_nbytes(s, n) / 1e6:.1f}", f"{ist.ist_nbytes(s, n) / 1e6:.2f}"
-        yield [str(n), *moved, f"{ist.data_parallel_flops(s) / 1e9:.1f}", f"{ist.ist_flops(s, n) / 1e9:.1f}"]
 
 
 def schemes() -> Iterable[list[str]]:
@@ -258,12 +219,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "stanza 1": partial(_markdown, stanza_1),
     "stanza 2": partial(_markdown, stanza_2),
     "stanza times": partial(_markdown, stanza_times),
-    "figure 8 times": partial(_markdown, figure_8_times),
     "figure 8": partial(_markdown, figure_8),
-    "scaling": partial(_markdown, scaling),
     "practical lessons 2": partial(_markdown, practical_lessons_2),
     "splitbrain 1": partial(_markdown, splitbrain_1),
     "schemes": partial(_markdown, schemes),
-    "ist 2": partial(_markdown, ist_2),
 }
 """Name in the page -> its text."""
