@@ -21,10 +21,7 @@ STRATEGIES = ("parameter_server", "data_parallel", "layer_separation")
 
 
 def cells(
-    worlds: Sequence[int],
-    bandwidths: Sequence[float],
-    strategies: Sequence[str] = STRATEGIES,
-    **options: Any,
+    worlds: Sequence[int], bandwidths: Sequence[float], strategies: Sequence[str] = STRATEGIES, **options: Any
 ) -> list[Cell]:
     _, program = analysed()
     return list(sweep(program, load_cluster("v100-10gbe"), worlds, bandwidths, strategies, **options))

@@ -247,11 +247,7 @@ def test_ranks_end_when_the_demo_is_stopped(images: tuple[TensorDataset, TensorD
     torch.save(images[0].tensors, folder / "digits.pt")
     code = f"from pathlib import Path; from {demo.__name__} import *; train_on_ranks('ddp', Path({str(folder)!r}), 99)"
     started = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert started.stdout is not None
     with started, started.stdout:

@@ -9,12 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
-from splitc.checks.graph import (
-    buckets_hold_every_gradient,
-    cuts_are_communicated,
-    shapes_hold,
-    stages_cover_the_graph,
-)
+from splitc.checks.graph import buckets_hold_every_gradient, cuts_are_communicated, shapes_hold, stages_cover_the_graph
 from splitc.compiled import CompiledProgram
 from splitc.errors import InternalError
 from splitc.ir.graph import cut_of, tensor_spec, update_info

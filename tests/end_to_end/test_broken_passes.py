@@ -68,16 +68,8 @@ def test_a_node_that_is_lost_when_the_graph_is_split_is_named(lost: Callable[...
 FORGOTTEN = [
     (sharded, shard, r"fc7 \(.*\) needs relu_1 in state replicate, but it is features"),
     (rows, reduce_from_group, r"needs fc7_part in state replicate, but it is partial"),
-    (
-        entered,
-        copy_to_group,
-        r"fc \(.*\) computes a part of what follows from norm, whose gradient is never summed",
-    ),
-    pytest.param(
-        mixed,
-        all_to_all,
-        r"needs relu_1 in state batch, but it is features",
-    ),
+    (entered, copy_to_group, r"fc \(.*\) computes a part of what follows from norm, whose gradient is never summed"),
+    pytest.param(mixed, all_to_all, r"needs relu_1 in state batch, but it is features"),
 ]
 
 

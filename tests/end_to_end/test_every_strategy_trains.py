@@ -258,10 +258,7 @@ def test_embeddings_and_tied_weights_train_as_in_one_process(strategy: str, tied
 
 
 @in_pairs(
-    1,
-    strategy=["data_parallel", "layer_separation", "parameter_server"],
-    clip_norm=[0.05, None],
-    accumulate=[2, 1],
+    1, strategy=["data_parallel", "layer_separation", "parameter_server"], clip_norm=[0.05, None], accumulate=[2, 1]
 )
 def test_a_tied_weight_is_averaged_and_clipped_once(strategy: str, clip_norm: float | None, accumulate: int) -> None:
     """Under two names it is one parameter: of the mean over batches, and of the global norm."""

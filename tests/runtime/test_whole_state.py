@@ -145,11 +145,7 @@ def test_ranks_agree_on_who_holds_what_the_lowest_first() -> None:
         {},
         {"whole": None, "left": Shard(0, 0, 2), "late": None},
     ]
-    table = {
-        "whole": {None: (0, 3)},
-        "left": {Shard(0, 0, 2): (0, 3), Shard(0, 2, 3): (1,)},
-        "late": {None: (1, 3)},
-    }
+    table = {"whole": {None: (0, 3)}, "left": {Shard(0, 0, 2): (0, 3), Shard(0, 2, 3): (1,)}, "late": {None: (1, 3)}}
     assert on_ranks(4, lambda t: gather_holders(t, held[t.rank])) == [table] * 4
     assert held[0] == {"whole": None, "left": Shard(0, 0, 2)}
 

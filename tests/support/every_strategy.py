@@ -153,13 +153,5 @@ def planned(
     pins = options.pop("pins", asked.pins)
     images_, labels = images(4, dtype)
     return compiled(
-        model,
-        (images_,),
-        labels,
-        F.cross_entropy,
-        world,
-        asked.strategy,
-        analysed=known,
-        pins=pins,
-        **options,
+        model, (images_,), labels, F.cross_entropy, world, asked.strategy, analysed=known, pins=pins, **options
     )

@@ -349,8 +349,7 @@ CASES: dict[str, Case] = {
         lambda out, y: F.cross_entropy(out["logits"], y),
     ),
     "own_loss": Case(
-        OwnLoss,
-        lambda: {"x": torch.randn(BATCH, 8), "labels": labels()(), "targets": torch.randn(BATCH, 3)},
+        OwnLoss, lambda: {"x": torch.randn(BATCH, 8), "labels": labels()(), "targets": torch.randn(BATCH, 3)}
     ),
 }
 """Name -> a model that every strategy must be able to train."""

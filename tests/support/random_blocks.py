@@ -201,12 +201,7 @@ def block(choose: random.Random, kind: str, depth: int = 0) -> nn.Module:
     ]
     of_kind: dict[str, list[Callable[[], nn.Module]]] = {
         "features": [*flat, lambda: nn.BatchNorm1d(WIDTH)],
-        "tokens": [
-            *flat,
-            lambda: Attention(choose.choice([0.0, 0.2])),
-            *[lambda: Recurrent(choose)] * 2,
-            Along,
-        ],
+        "tokens": [*flat, lambda: Attention(choose.choice([0.0, 0.2])), *[lambda: Recurrent(choose)] * 2, Along],
         "images": [
             *[lambda: nn.Conv2d(WIDTH, WIDTH, 3, padding=1)] * 3,
             lambda: nn.GroupNorm(2, WIDTH),

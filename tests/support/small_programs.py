@@ -132,11 +132,7 @@ def separable(batch: int = 4) -> Program:
 
 
 def place(
-    program: Program,
-    world: int = 4,
-    strategy: Strategy | None = None,
-    cluster: Cluster | None = None,
-    **options: Any,
+    program: Program, world: int = 4, strategy: Strategy | None = None, cluster: Cluster | None = None, **options: Any
 ) -> Plan:
     """The plan that the pass `Place` makes; a layer separation on the toy cluster, unless told."""
     strategy = LayerSeparation() if strategy is None else strategy

@@ -11,14 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.papers.ist import (
-    FIGURE_2,
-    Symbols,
-    data_parallel_flops,
-    data_parallel_nbytes,
-    ist_flops,
-    ist_nbytes,
-)
+from benchmarks.papers.ist import FIGURE_2, Symbols, data_parallel_flops, data_parallel_nbytes, ist_flops, ist_nbytes
 from examples.mlp import MLP
 from splitc.errors import CostError
 from splitc.ir.pass_manager import run_pass

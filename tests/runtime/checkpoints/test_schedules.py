@@ -154,13 +154,7 @@ def without_head(params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Opti
 
 def test_groups_that_cannot_be_matched_are_refused_before_anything_changes(tmp_path: Path) -> None:
     cases = [
-        (
-            layerwise,
-            "LambdaLR",
-            joined,
-            "LambdaLR",
-            "has 0.weight in group 1 of 3, this run in group 1 of 1",
-        ),
+        (layerwise, "LambdaLR", joined, "LambdaLR", "has 0.weight in group 1 of 3, this run in group 1 of 1"),
         (layerwise, "cosine", layerwise, "LambdaLR", "the checkpoint has CosineAnnealingLR, this run LambdaLR"),
         (layerwise, "sequential", layerwise, "chained", r"has SequentialLR\(LinearLR, .*\), this run ChainedScheduler"),
         (without_head, "cosine", layerwise, "cosine", "has 0.weight in group 1 of 1, this run in group 1 of 3"),

@@ -107,7 +107,4 @@ def test_resuming_where_there_is_no_checkpoint_begins_and_says_so(
     on_workers(program(), lambda worker: worker.save(tmp_path))
     on_workers(program(), lambda worker: resume(worker, Namespace(checkpoints=tmp_path)))
     said = capsys.readouterr().out.splitlines()
-    assert said == [
-        f"no checkpoint in {tmp_path}: training begins",
-        f"goes on after step 0, from {tmp_path}",
-    ]
+    assert said == [f"no checkpoint in {tmp_path}: training begins", f"goes on after step 0, from {tmp_path}"]

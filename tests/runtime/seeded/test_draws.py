@@ -84,12 +84,7 @@ def test_a_rank_without_examples_of_a_microbatch_draws_nothing() -> None:
 def test_a_change_of_the_generator_is_noticed() -> None:
     """A run that goes on from a checkpoint draws what it drew before."""
     found = words((2, 2), replace(DRAWS, examples=[(0, 2)]))
-    assert found.flatten().tolist() == [
-        -2103217977,
-        -1791475124,
-        -1708926128,
-        1988543654,
-    ]
+    assert found.flatten().tolist() == [-2103217977, -1791475124, -1708926128, 1988543654]
 
 
 def test_the_global_random_generator_stays_as_it_is() -> None:

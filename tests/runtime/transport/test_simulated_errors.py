@@ -76,10 +76,7 @@ def test_a_receive_of_another_shape_names_both() -> None:
 )
 def test_members_of_a_collective_that_disagree_are_both_named(other: Action, asked: str) -> None:
     with pytest.raises(Mismatch) as caught:
-        each_rank(
-            lambda t: t.all_reduce(torch.ones(2), (0, 1)).wait(),
-            lambda t: other(t),
-        )
+        each_rank(lambda t: t.all_reduce(torch.ones(2), (0, 1)).wait(), lambda t: other(t))
     caught.match(r"rank 0: all_reduce \(2,\) float32 over ranks \(0, 1\)")
     caught.match(rf"rank 1: {asked} over ranks \(0, 1\)")
 
@@ -112,10 +109,7 @@ def test_a_wait_for_a_rank_that_has_finished_is_a_deadlock() -> None:
 
 
 def test_a_wrong_tag_is_a_deadlock_that_shows_the_message_nobody_took() -> None:
-    text = deadlock(
-        lambda t: t.isend(torch.ones(2), 1, tag=1).wait(),
-        lambda t: received(t, torch.ones(2), 0, tag=2),
-    )
+    text = deadlock(lambda t: t.isend(torch.ones(2), 1, tag=1).wait(), lambda t: received(t, torch.ones(2), 0, tag=2))
     assert "rank 1 waits: irecv (2,) float32 from rank 0, tag 2" in text
     assert "not received: (2,) float32 from rank 0 to rank 1, tag 1" in text
 
@@ -139,9 +133,7 @@ def test_collectives_of_two_groups_in_crossed_order_are_a_deadlock() -> None:
                 t.all_reduce(torch.ones(1), ranks).wait()
 
     text = deadlock(
-        lambda t: action(t, (0, 1), (0, 2)),
-        lambda t: action(t, (1, 2), (0, 1)),
-        lambda t: action(t, (0, 2), (1, 2)),
+        lambda t: action(t, (0, 1), (0, 2)), lambda t: action(t, (1, 2), (0, 1)), lambda t: action(t, (0, 2), (1, 2))
     )
     assert text.count("all_reduce (1,) float32 over ranks") == 3
 
@@ -160,11 +152,7 @@ def test_a_rank_that_still_computes_keeps_the_others_from_a_deadlock() -> None:
 
 def test_a_wait_longer_than_the_timeout_is_a_lost_peer() -> None:
     with pytest.raises(PeerLost, match=r"rank 0 waited 0.05 s: irecv \(1,\) float32 from rank 1"):
-        run_ranks(
-            2,
-            lambda t: received(t, torch.ones(1), 1) if t.rank == 0 else time.sleep(0.3),
-            timeout=0.05,
-        )
+        run_ranks(2, lambda t: received(t, torch.ones(1), 1) if t.rank == 0 else time.sleep(0.3), timeout=0.05)
 
 
 # what is left at the end
