@@ -50,7 +50,7 @@ class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
                 node = _after(graph, node, function)
         if microbatched:
             for node in list(graph.nodes):
-                if node.target in (comm_ops.all_reduce_scalar, comm_ops.global_weight):
+                if node.target in comm_ops.DENOMINATORS:
                     _compute_once(graph, node, node)
         return replace(program, graph=graph)
 

@@ -7,7 +7,7 @@ communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from splitc.ir.program import Spec, TensorSpec
 from splitc.ir.transitions import TRANSITIONS, Collective, forward_collective
 from splitc.runtime.seeded.draws import Layout
 from splitc.runtime.seeded.mode import running
@@ -145,16 +146,6 @@ def normal(
     return torch.randn_like(like) if mode is None else mode.numbers("normal", like, (draw,), Layout(dim, rows, outer))
 
 
-DRAWS = (dropout, uniform, normal)
-"""The operations that draw random numbers."""
-
-DENOMINATORS = (all_reduce_scalar, global_weight)
-"""The operations whose result is the same on all ranks of a role."""
-
-OF_EXAMPLES = (*DRAWS, *DENOMINATORS, scale_by_share)
-"""The operations that depend on which examples a value is of; `own=True` says that they are the rank's own."""
-
-
 def store_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
     """Let a buffer of the model have `value` from the next training step on; all ranks that hold it compute it."""
 
@@ -170,11 +161,54 @@ class Over(Enum):
 
 
 @dataclass(frozen=True)
+class Call:
+    """An operation called by a rank: its value, what it is given, and the examples that these are of."""
+
+    value: TensorSpec
+    given: tuple[Spec, ...]
+    options: Mapping[str, Any]
+    examples: int
+    backward: bool
+
+
+Tensors = Iterator[tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of one tensor after the other."""
+
+
+def _value(call: Call) -> Tensors:
+    yield call.value.at(call.examples), call.value.dtype
+
+
+def _statistics(call: Call) -> Tensors:
+    """Sums of each channel, in forward with the number of values."""
+    (value, *_), backward = call.given, call.backward
+    assert isinstance(value, TensorSpec), value
+    if value.requires_grad or not backward:
+        yield (2 * call.value.shape[1] + (not backward),), _sum_dtype(call.value.dtype) if backward else torch.float64
+
+
+def _of_classes(call: Call) -> Tensors:
+    """The largest logit of each row, then the sums."""
+    logits, target, *_ = call.given
+    assert isinstance(logits, TensorSpec) and isinstance(target, TensorSpec), call
+    (rows,) = target.at(call.examples)
+    for numbers in (1, 3 if call.options.get("label_smoothing") else 2):
+        yield (numbers, rows), _sum_dtype(logits.dtype)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that values of `dtype` are summed in."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+@dataclass(frozen=True)
 class CommOp:
     """One operation: a communication node, the adjoint of one, or an action of the step.
 
     adjoint: the operation that takes its gradient; None where none passes.
     in_stage: called within a stage's forward; the others are actions of the step.
+    tensors: what a rank gives to its collective, one after the other; of a transition see `nbytes_sent`.
+    draws: it draws random numbers.  denominator: its result is the same on all ranks of a role.
     """
 
     name: str
@@ -182,6 +216,9 @@ class CommOp:
     over: Over | None = None
     adjoint: str | None = None
     in_stage: bool = False
+    tensors: Callable[[Call], Tensors] = _value
+    draws: bool = False
+    denominator: bool = False
 
     @property
     def backward(self) -> Collective:
@@ -195,21 +232,32 @@ NODES: dict[Callable[..., Any], CommOp] = {
     **{each: CommOp(each.__name__, forward_collective(each), Over.GROUP, in_stage=True) for each in TRANSITIONS},
     late_multiply: CommOp("late_multiply", Collective.NONE, Over.REPLICAS, "gather_errors", in_stage=True),
     linear: CommOp("linear", Collective.NONE, in_stage=True),
-    batch_norm: CommOp("batch_norm", Collective.ALL_REDUCE, Over.REPLICAS, "batch_norm", in_stage=True),
-    all_reduce_scalar: CommOp("all_reduce_scalar", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
-    global_weight: CommOp("global_weight", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
-    cross_entropy: CommOp("cross_entropy", Collective.ALL_REDUCE, Over.GROUP, in_stage=True),
+    batch_norm: CommOp("batch_norm", Collective.ALL_REDUCE, Over.REPLICAS, "batch_norm", True, _statistics),
+    all_reduce_scalar: CommOp(
+        "all_reduce_scalar", Collective.ALL_REDUCE, Over.REPLICAS, in_stage=True, denominator=True
+    ),
+    global_weight: CommOp("global_weight", Collective.ALL_REDUCE, Over.REPLICAS, in_stage=True, denominator=True),
+    cross_entropy: CommOp("cross_entropy", Collective.ALL_REDUCE, Over.GROUP, None, True, _of_classes),
     embedding: CommOp("embedding", Collective.NONE, in_stage=True),
     scale_by_share: CommOp("scale_by_share", Collective.NONE, None, "scale_by_share", in_stage=True),
-    dropout: CommOp("dropout", Collective.NONE, None, "dropout", in_stage=True),
-    uniform: CommOp("uniform", Collective.NONE, in_stage=True),
-    normal: CommOp("normal", Collective.NONE, in_stage=True),
+    dropout: CommOp("dropout", Collective.NONE, None, "dropout", in_stage=True, draws=True),
+    uniform: CommOp("uniform", Collective.NONE, in_stage=True, draws=True),
+    normal: CommOp("normal", Collective.NONE, in_stage=True, draws=True),
     store_buffer: CommOp("store_buffer", Collective.NONE, in_stage=True),
     pull: CommOp("pull", Collective.RECV, Over.SERVERS, "push", in_stage=True),
     push: CommOp("push", Collective.SEND, Over.SERVERS, "pull"),
     all_reduce: CommOp("all_reduce", Collective.ALL_REDUCE, Over.REPLICAS, "all_reduce"),
 }
 """The operations that are nodes of a graph, by their function."""
+
+DRAWS = tuple(function for function, op in NODES.items() if op.draws)
+"""The operations that draw random numbers."""
+
+DENOMINATORS = tuple(function for function, op in NODES.items() if op.denominator)
+"""The operations whose result is the same on all ranks of a role."""
+
+OF_EXAMPLES = (*DRAWS, *DENOMINATORS, scale_by_share)
+"""The operations that depend on which examples a value is of; `own=True` says that they are the rank's own."""
 
 _NO_NODES = (
     CommOp("recv_grad", Collective.RECV, Over.ROUTES, "send"),

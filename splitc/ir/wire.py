@@ -5,7 +5,6 @@ What happens once a round or an update is there once, and says how often in a st
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from splitc.ir.comm_ops import OPS, CommOp, Over, op_of
+from splitc.ir.comm_ops import OPS, Call, CommOp, Over, op_of
 from splitc.ir.dealt import STATE_COPIES, dealt_ops, slice_numel
 from splitc.ir.graph import info, is_entry, starts_at_once, tensor_spec
 from splitc.ir.plan import Plan
@@ -62,21 +61,17 @@ def _nothing(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wir
 
 def _loss(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the all-reduce of the loss over all ranks, those without work too; within a round over those of a unit."""
-    plan, collective, nbytes = program.plan, OPS["sum_loss"].collective, torch.float64.itemsize
+    plan, collective = program.plan, OPS["sum_loss"].collective
     last = 1 / (plan.rounds.steps * plan.accumulate) if plan.rounds else 1.0
     for ranks, times in ((plan.unit(rank), 1 - last), (tuple(range(plan.world)), last)):
         if times:
-            sent = collective.sent(nbytes, nbytes, len(ranks))
-            yield WireOp("collective", Payload(What.LOSS), ranks, (), torch.float64, sent, None, collective, times)
+            yield replace(WireOp.joined(collective, Payload(What.LOSS), ranks, (), torch.float64), times=times)
 
 
 def _tied(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the all-reduce of the gradient of a parameter that several roles use."""
-    name, collective = action.value, OPS["all_reduce_tied"].collective
-    tensor, ranks = program.tensors[name], program.tied[name]
-    sent = collective.sent(tensor.nbytes, tensor.nbytes, len(ranks))
-    payload = Payload(What.TIED, name)
-    yield WireOp("collective", payload, ranks, tensor.shape, tensor.dtype, sent, None, collective)
+    tensor, ranks, collective = program.tensors[name := action.value], program.tied[name], OPS[action.verb].collective
+    yield WireOp.joined(collective, Payload(What.TIED, name), ranks, tensor.shape, tensor.dtype)
 
 
 def _bucket_of_kind(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
@@ -203,10 +198,9 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
             if node is late[0] and action.microbatch == plan.microbatches - 1:
                 yield from ((node, pack) for pack in _packs(program, role, rank, late, payload))
             continue
-        for shape, dtype in _values(op, node, spec, mine if own else examples, backward):
-            nbytes = math.prod(shape) * dtype.itemsize
-            sent = collective.sent(nbytes, nbytes, len(ranks))
-            yield node, WireOp("collective", payload, ranks, shape, dtype, sent, layer, collective)
+        given = tuple(info(each).spec if isinstance(each, fx.Node) else None for each in node.args)
+        for shape, dtype in op.tensors(Call(spec, given, node.kwargs, mine if own else examples, backward)):
+            yield node, WireOp.joined(collective, payload, ranks, shape, dtype, layer)
 
 
 def _packs(program: PlacedProgram, role: str, rank: int, late: Sequence[fx.Node], payload: Payload) -> Iterator[WireOp]:
@@ -224,27 +218,6 @@ def _packs(program: PlacedProgram, role: str, rank: int, late: Sequence[fx.Node]
         packed = tuple((layer, numel / total) for layer, numel in rows.items())
         sent, shape = gather.sent(own, own, len(ranks)), (everyone * total,)
         yield WireOp("collective", payload, ranks, shape, dtype, sent, None, gather, packed=packed)
-
-
-def _values(
-    op: CommOp, node: fx.Node, spec: TensorSpec, examples: int, backward: bool
-) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
-    """Yield shape and dtype of what a node communicates.  examples: of this rank."""
-    match op.name:
-        case "batch_norm":
-            if tensor_spec(node.args[0]).requires_grad or not backward:
-                yield (2 * spec.shape[1] + (not backward),), _sum_dtype(spec.dtype) if backward else torch.float64
-        case "cross_entropy":
-            (rows,) = tensor_spec(node.args[1]).at(examples)
-            for numbers in (1, 3 if node.kwargs.get("label_smoothing") else 2):  # the maximum, then the sums
-                yield (numbers, rows), _sum_dtype(tensor_spec(node.args[0]).dtype)
-        case _:
-            yield spec.at(examples), spec.dtype
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that values of `dtype` are summed in."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 _AMONG: dict[Among, Callable[[LoweredProgram, int, Action], Iterator[WireOp]]] = {

@@ -8,6 +8,8 @@ from enum import StrEnum
 
 import torch
 
+from splitc.runtime.transport.collective import Collective
+
 
 class What(StrEnum):
     """What a payload is."""
@@ -115,6 +117,23 @@ class WireOp:
     def nbytes(self) -> int:
         """Bytes of `shape`."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def joined(
+        cls,
+        collective: Collective,
+        payload: Payload,
+        ranks: tuple[int, ...],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        layer: str | None = None,
+    ) -> WireOp:
+        """A collective to which every rank gives a tensor of `shape`."""
+        nbytes, count = math.prod(shape) * dtype.itemsize, len(ranks)
+        whole = (count, *shape) if collective is Collective.ALL_GATHER else shape
+        own = nbytes / count if collective is Collective.REDUCE_SCATTER else nbytes
+        sent = collective.sent(nbytes, own, count)
+        return cls("collective", payload, ranks, whole, dtype, sent, layer, collective)
 
     def __str__(self) -> str:
         other = {"send": "to", "recv": "from"}.get(self.kind, "of ranks")
