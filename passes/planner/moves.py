@@ -16,6 +16,8 @@ from splitc.passes.planner.cuts import Crossing
 from splitc.passes.planner.divisions import Division, busiest
 from splitc.passes.planner.problem import Move, Place
 from splitc.passes.planner.request import Request
+from splitc.runtime.collectives import layouts
+from splitc.runtime.collectives.layouts import State, Transition
 
 
 class Moves:
@@ -46,16 +48,18 @@ class Moves:
         """Bring a value from one state to another, and its gradient back."""
         if made == need:
             return 0.0, 0.0
-        match made, need:
-            case (("batch" | "features"), "replicate"):
-                return self.gather(nbytes), 0.0
-            case (("batch" | "features"), "divided"):
-                return self.gather(nbytes), gradient * self.scatter(nbytes)
-            case "replicate", "divided":
-                return 0.0, gradient * self.all_reduce(nbytes)
-            case "replicate", _:
-                return 0.0, gradient * self.gather(nbytes)
-        return self.swap(nbytes), gradient * self.swap(nbytes)
+        there = Transition(State(made), State(need))
+        return self._seconds(there, nbytes), gradient * self._seconds(there.adjoint, nbytes)
+
+    def _seconds(self, transition: Transition, nbytes: float) -> float:
+        """Seconds of one way."""
+        priced = {
+            layouts.Move.GATHER: self.gather,
+            layouts.Move.SCATTER_SUM: self.scatter,
+            layouts.Move.EXCHANGE: self.swap,
+            layouts.Move.SUM: self.all_reduce,
+        }
+        return priced[transition.move](nbytes) if transition.move.communicates else 0.0
 
 
 @dataclass(frozen=True)
