@@ -27,7 +27,7 @@ from typing import ClassVar
 from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.checks.graph import stages_cover_the_graph
-from splitc.ir import comm_ops
+from splitc.ir.comm_ops import finishes
 from splitc.ir.dealt import fetches_ahead
 from splitc.ir.graph import denominators
 from splitc.ir.pass_manager import Check, Pass
@@ -184,8 +184,8 @@ def _run_back(program: LoweredProgram, stage: Stage, microbatch: int, last: bool
     if not returns and not trains:
         return
     yield Action("backward", role=role, microbatch=microbatch)
-    if last and any(node.target is comm_ops.late_multiply for node in stage.graph.nodes):
-        yield Action("multiply", role=role, microbatch=microbatch)
+    if last:
+        yield from (Action(verb, role=role, microbatch=microbatch) for verb in finishes(stage.graph))
     if last or every:
         for verb, buckets in (("all_reduce", stage.buckets), ("push", stage.served)):
             for bucket in range(len(buckets)):

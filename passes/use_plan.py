@@ -11,13 +11,13 @@ from typing import ClassVar
 from splitc.checks.batch_sizes import microbatch_problems
 from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.errors import LaunchError, PlacementError, bullets
-from splitc.ir.linears import as_linear
 from splitc.ir.names import near_name
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
 from splitc.ir.plan_checks import decision_problems, plan_problems
 from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.shares import serve
+from splitc.passes.planner.syncs import sync_misfits
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ def for_layers(program: Program, plan: Plan) -> tuple[Plan, list[str]]:
 def _misfits(program: Program, plan: Plan) -> Iterator[str]:
     """Placements that need data from a later role or leave gradients of copies apart, and small batches."""
     yield from microbatch_problems(program, plan)
+    yield from sync_misfits(program, plan)
     order, placed = list(plan.roles), plan.placements
     for value, reader in program.edges():
         if value.name in program.layer_of and reader.name in program.layer_of:
@@ -88,7 +89,6 @@ def _misfits(program: Program, plan: Plan) -> Iterator[str]:
                 )
     for name in program.placed(plan).tied if plan.rounds else ():
         yield f"rounds: {name} is used in several roles, which train copies of it; give the layers that use it one role"
-    nodes = {node.name: node for node in program.graph.nodes}
     for layer in program.layers:
         place = placed[layer.name]
         if not any(program.tensors[name].trainable for name in layer.tensors):
@@ -97,6 +97,3 @@ def _misfits(program: Program, plan: Plan) -> Iterator[str]:
             yield f"placements: {layer.name} has sync {place.sync!r}, but ranks train copies of it: take 'all_reduce'"
         elif (place.sync, place.holding) == ("all_reduce", "sharded") and not plan.trains_copies(place.role):
             yield f"placements: {layer.name} has sync 'all_reduce', but no two ranks have the same part: take 'none'"
-        is_linear = any(as_linear(program, nodes[name]) for name in layer.nodes)
-        if place.sync == "late_multiply" and (not is_linear or place.role in plan.groups):
-            yield f"placements: {layer.name} has sync 'late_multiply', which linear layers in roles without groups have"

@@ -22,6 +22,7 @@ from splitc.cost_models.simulation.operations import Begin, Compute, Mark, Opera
 from splitc.cost_models.simulation.prices import UPDATE, Prices
 from splitc.cost_models.simulation.stage_layers import first_nodes, trainable, users
 from splitc.ir import comm_ops
+from splitc.ir.comm_ops import finish_of
 from splitc.ir.dealt import share_of
 from splitc.ir.graph import info, starts_at_once, tensor_spec
 from splitc.ir.program import Stage, TensorSpec
@@ -162,7 +163,7 @@ class Step:
         late, done, alone = set[str](), set[str](), set[str]()
         for node in reversed(list(stage.graph.nodes)):
             layer, ops = info(node).layer, exchanged.get(node.name, ())
-            if node.target is comm_ops.late_multiply:
+            if finish_of(node):
                 late.add(layer)
                 self._gathers += zip(ops, self._begin(ops), strict=True)
             else:
@@ -229,7 +230,7 @@ class Step:
         Both take equal FLOPs for equal examples; a layer whose input needs no gradient has the latter only.
         """
         everyones = self.prices.layer(layer, self.plan.batch_offsets[stage.role][-1], self.device)[1]
-        nodes = [n for n in stage.graph.nodes if n.target is comm_ops.late_multiply and info(n).layer == layer]
+        nodes = [n for n in stage.graph.nodes if finish_of(n) and info(n).layer == layer]
         specs = [info(node.all_input_nodes[0]).spec for node in nodes]
         if not any(isinstance(spec, TensorSpec) and spec.requires_grad for spec in specs):
             return 0.0, everyones

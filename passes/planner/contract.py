@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
 from splitc.passes.planner.problem import Option, Problem
+from splitc.passes.planner.registry import STRATEGIES
 
 ABOVE = 64
 """Layers of a problem that is made smaller."""
@@ -90,8 +91,7 @@ def _crowded(problem: Problem) -> set[str]:
 
 def _kind(problem: Problem, layer: str) -> tuple[tuple[object, ...], ...]:
     return tuple(
-        (o.role, o.holding, o.state, o.reads, o.joins, o.makes, o.sync == "late_multiply")
-        for o in problem.options[layer]
+        (o.role, o.holding, o.state, o.reads, o.joins, o.makes, o.sync in STRATEGIES) for o in problem.options[layer]
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from splitc.ir.plan import Plan
 from splitc.passes.planner.request import Request
+from splitc.passes.planner.syncs import sync_named
 from splitc.runtime.collectives.layouts import State
 
 
@@ -12,7 +13,6 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
 
     Groups of K compute on the examples of all members: a layer they share takes 1/K of it, another one all of it, but
     one in state batch on a rank's own.
-    A late-multiplied layer computes the weight gradient, a third of its work, of all ranks' examples.
     """
     place = plan.placements[layer]
     busy = len({rank for ranks in plan.roles.values() for rank in ranks})
@@ -28,6 +28,4 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
             seconds /= grouping.size
     if place.holding == "subnet":
         seconds *= request.subnet_share(layer)
-    if place.sync == "late_multiply":
-        seconds *= 1 + (len(ranks) - 1) / 3
-    return seconds
+    return seconds * sync_named(place.sync).work(len(ranks))

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from splitc.cost_models.simulation.prices import UPDATE
-from splitc.ir.graph import tensor_spec
 from splitc.ir.program import Program
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.planner.cuts import Crossing, CutRules
@@ -23,6 +22,7 @@ from splitc.passes.planner.divisions import Busiest, Division, busiest
 from splitc.passes.planner.moves import Lines, Moves
 from splitc.passes.planner.problem import Option, Place, Problem, Value, places
 from splitc.passes.planner.request import Request
+from splitc.passes.planner.syncs import syncs
 
 _IN_GROUPS = (("reads", frozenset({"replicate", "divided", "features"})),)
 """What tells groups on the ranks of the reader from that role alone."""
@@ -95,7 +95,7 @@ def _options(
     gradient = request.gradient(layer)
     rates = (each.device.memory_bandwidth * each.device.efficiency_of("memory") for each in kinds)
     updating = UPDATE * gradient / min(rates) if not division.classes[role] else 0.0  # under the backward of role 0
-    own = _slowest(_times(request, division, role, layer, kinds))
+    own = slowest_of(times_of(request, division, role, layer, kinds))
     summed = trains and n > 1
 
     def memory(members: int, shards: int = 1, summed: bool = True, more: float = 0.0) -> float:
@@ -109,10 +109,11 @@ def _options(
         updating=updating, memory=memory(1, 1, summed),
     )  # fmt: skip
     if k == 1:
-        if summed and layer in request.linears and (role == 0 or division.microbatches == 1):
-            yield replace(_late(request, division, role, layer, kinds, partial(memory, 1, 1, False)), updating=updating)
+        for sync in syncs() if summed else ():
+            for option in sync.options(request, division, role, layer, kinds, partial(memory, 1, 1, False)):
+                yield replace(option, updating=updating)
         return
-    alike = _slowest(_times(request, division, role, layer, kinds, k))
+    alike = slowest_of(times_of(request, division, role, layer, kinds, k))
     copies = len(r.groups) > 1
     synced = "all_reduce" if trains and copies else "none"
     syncing = _sync_seconds(request, gradient, *r.replicas)
@@ -141,28 +142,7 @@ def _sync_seconds(request: Request, nbytes: float, *groups: tuple[int, ...]) -> 
     return request.all_reduce_seconds(nbytes, *groups) - latency * max(0.0, 1 - nbytes / BucketGradients.nbytes)
 
 
-def _late(
-    request: Request,
-    division: Division,
-    role: int,
-    layer: str,
-    kinds: tuple[Busiest, ...],
-    memory: Callable[[float], float],
-) -> Option:
-    """Late multiply: inputs X and errors E are gathered, and each rank computes W' = E^T X of all (Lessons 2.1)."""
-    r, uses = division.roles[role], request.linears[layer]
-    examples, times = r.bounds[-1], _times(request, division, role, layer, kinds)
-    gathered = sum(spec.nbytes(examples) for use in uses for spec in (tensor_spec(use.value), tensor_spec(use.node)))
-    others = ((examples / each.batch - 1) / 3 for each in kinds)  # of the three products, one
-    late = [(forward, back + more * (forward + back)) for (forward, back), more in zip(times, others, strict=True)]
-    forward, backward = _slowest(late)
-    return Option(
-        role, sync="late_multiply", forward=forward, backward=backward,
-        syncing=request.accumulate * request.all_gather_seconds(gathered, r.ranks), memory=memory(gathered),
-    )  # fmt: skip
-
-
-def _times(
+def times_of(
     request: Request, division: Division, role: int, layer: str, kinds: tuple[Busiest, ...], members: int = 1
 ) -> list[tuple[float, float]]:
     """Forward and backward seconds of a step on each kind, in pieces.  members: whose examples a rank computes."""
@@ -175,7 +155,7 @@ def _times(
     return found
 
 
-def _slowest(times: list[tuple[float, float]]) -> tuple[float, float]:
+def slowest_of(times: list[tuple[float, float]]) -> tuple[float, float]:
     return max(forward for forward, _ in times), max(backward for _, backward in times)
 
 

@@ -1,7 +1,7 @@
 """Pins that a strategy cannot follow, found before it makes a plan.
 
-Only a linear layer that owns its weight can be divided or late-multiplied; group sizes divide the world; gradients of
-what several ranks train are summed.  Every strategy asks here, so that none ignores a part of a pin silently.
+Only a linear layer that owns its weight can be divided; group sizes divide the world; gradients of what several ranks
+train are summed.  Every strategy asks here, so that none ignores a part of a pin silently.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from splitc.ir.placements import SPLITS
 from splitc.passes.planner.cuts import cut_rules, following
 from splitc.passes.planner.pins import UNPINNED, Pin, quote_layers
 from splitc.passes.planner.request import Request
+from splitc.passes.planner.syncs import sync_named
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ def _of_its_kind(request: Request, layer: str, pin: Pin) -> Iterator[str]:
     owns = any(request.program.tensors[name].parameter for name in request.program.layer(layer).tensors)
     if pin.holding == "sharded" and owns and layer not in request.divisible:
         yield "asks ... to be sharded, but only linear layers, embeddings and normalisations of features can be"
-    if pin.sync == "late_multiply" and request.gradient_of(layer) and layer not in request.linears:
-        yield "asks ... to be late-multiplied, but only linear layers of their own weight can be"
+    if request.gradient_of(layer):
+        yield from sync_named(pin.sync).unlike(request, layer)
 
 
 def _of_groups(pin: Pin, ranks: int, size: int | None) -> Iterator[str]:
@@ -110,10 +111,7 @@ def _of_its_place(pin: Pin, size: int | None) -> Iterator[str]:
     """Yield parts of a pin that contradict its other parts, or the place of the layer."""
     if pin.split is not None and not pin.divides:
         yield f"asks for split {pin.split!r} of ..., which is not sharded; ask for holding 'sharded' as well"
-    if pin.sync == "late_multiply" and pin.grouped:
-        yield "asks for groups and for late multiply of ..., but only what all ranks have whole is late-multiplied"
-    elif pin.sync == "late_multiply" and size is None and pin.stage == 1:
-        yield "asks for late multiply of ... on one rank, where there is nothing to gather"
+    yield from sync_named(pin.sync).misplaced(pin, size)
 
 
 def unmet_in_groups(request: Request, ranks: int, sizes: Iterable[int]) -> list[str]:

@@ -13,6 +13,7 @@ from splitc.ir.plan_checks import decision_problems
 from splitc.ir.program import LoweredProgram
 from splitc.passes.planner.priced_plan import PricedPlan, priced_plan, shortage
 from splitc.passes.planner.request import Request
+from splitc.passes.planner.syncs import sync_misfits
 from splitc.passes.rewriting import lower_unchecked
 
 
@@ -45,6 +46,7 @@ def problems_of(request: Request, plan: Plan) -> list[str]:
     return [
         *decision_problems(plan),
         *microbatch_problems(request.program, plan),
+        *sync_misfits(request.program, plan),
         *(tied_are_replicated(request.program.placed(plan)) if plan.groups else ()),
     ]
 

@@ -11,6 +11,7 @@ from splitc.passes.planner.priced_plan import PricedPlan
 from splitc.passes.planner.problem import Option
 from splitc.passes.planner.request import Request, largest
 from splitc.passes.planner.search import Found
+from splitc.passes.planner.syncs import sync_named
 
 _LARGE = 0.02
 """Part of the parameters from which on a layer's next best option is told."""
@@ -57,8 +58,7 @@ def _next(request: Request, found: Found, layer: str) -> str:
 
     def how(option: Option) -> str:
         held = f"divided by {option.split}" if option.holding == "sharded" else "whole"
-        late = ", by late multiply" if option.sync == "late_multiply" else ""
-        return f"{held} in {roles[option.role]}{late}"
+        return f"{held} in {roles[option.role]}{sync_named(option.sync).how}"
 
     chosen = problem.seconds(found.chosen)
     others = [{**found.chosen, layer: each} for each in problem.options[layer] if how(each) != how(found.chosen[layer])]
@@ -87,8 +87,8 @@ def _of_choice(request: Request, plan: Plan, layer: str) -> str:
         return f"averaged once a round; {_ring(request, layer, 'would cost', ranks)}"
     if place.sync == "parameter_server":
         return "its gradient goes to the servers and its parameters come back"
-    if place.sync == "late_multiply":
-        return f"{_ring(request, layer, 'would cost', ranks)}; its inputs and output errors travel instead"
+    if instead := sync_named(place.sync).instead:
+        return f"{_ring(request, layer, 'would cost', ranks)}; {instead}"
     if place.holding == "sharded":
         by = f", by {place.split}" if place.split else ""
         return f"divided over groups of {place.group}{by}; {_ring(request, layer, 'would cost', ranks)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from splitc.ir import comm_ops
+from splitc.ir.comm_ops import finishes
 from splitc.ir.dealt import fetches_ahead
 from splitc.ir.graph import denominators
 from splitc.ir.plan import SERVER
@@ -80,11 +80,11 @@ def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Action]:
     }  # fmt: skip
     yield from (Action(verb, role=role) for verb, needed in once.items() if needed)
     yield from exchanges(program.plan.rounds, stage)
-    late = any(node.target is comm_ops.late_multiply for node in stage.graph.nodes)
+    finished = finishes(stage.graph)
     for k in range(number):
         last = k == number - 1
-        each = {"forward": True, "backward": runs_back, "multiply": runs_back and late and last}
-        each["update"] = runs_back and every and trains
+        each = {"forward": True, "backward": runs_back, "update": runs_back and every and trains}
+        each |= dict.fromkeys(finished, runs_back and last)
         yield from (Action(verb, role=role, microbatch=k) for verb, needed in each.items() if needed)
         for cut in stage.receives:
             if cut.entry is not None and cut.gathered:

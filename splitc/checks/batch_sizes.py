@@ -51,13 +51,6 @@ def microbatch_problems(program: Program, plan: Plan) -> Iterator[str]:
         yield f"{why} a function divides the examples (batch=), which only a reader's whole batch has: take 1"
     if program.in_batch:
         yield f"{why} {program.in_batch} needs the whole batch at once: take 1"
-    readers = set(plan.batch_offsets[plan.reader])
-    for layer, place in plan.placements.items():
-        if place.sync == "late_multiply" and not readers.issuperset(plan.batch_offsets[place.role]):
-            yield (
-                f"{why} {layer} is multiplied late in role {place.role}, whose ranks divide what one reads, so that "
-                f"some have no examples in a microbatch: take 1, or sync 'all_reduce'"
-            )
 
 
 def _too_few_values(program: LoweredProgram, plan: Plan) -> Iterator[str]:

@@ -101,12 +101,12 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
     for role, parts in plan.parts.items():
         stages = [program.stage(part) for part in parts]
         nodes = [node for stage in stages for node in stage.graph.nodes]
-        multiplied = [node for node in nodes if node.target is comm_ops.late_multiply]
         ways = {
             "all_reduce": [name for stage in stages for bucket in stage.buckets for name in bucket],
             "parameter_server": [name for stage in stages for bucket in stage.served for name in bucket],
-            "late_multiply": [str(parameter.target) for node in multiplied for parameter in node.args[1:]],
         }
+        for op, node in ((op, node) for node in nodes if (op := comm_ops.op_of(node)) is not None and op.finish):
+            ways.setdefault(op.name, []).extend(str(parameter.target) for parameter in node.args[1:])
         own = {name for n in nodes if info(n).state is State.BATCH for name in tensors_of_node(program, n)}
         summed_over_all = {name for stage in stages for name in stage.own_sums}
         held = {name for stage in stages for name in stage.tensors}
@@ -124,7 +124,7 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
                 elif place.sync in ("none", "average"):
                     wrong = bool(found) or not alone
                 else:
-                    once = place.sync == "late_multiply" or found.get(str(place.sync)) == 1
+                    once = place.sync not in ("all_reduce", "parameter_server") or found.get(str(place.sync)) == 1
                     wrong = set(found) != {place.sync} or not once
                 if wrong:
                     summary = ", ".join(f"{times} times by {way}" for way, times in found.items()) or "not at all"

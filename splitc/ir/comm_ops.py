@@ -209,6 +209,8 @@ class CommOp:
     in_stage: called within a stage's forward; the others are actions of the step.
     tensors: what a rank gives to its collective, one after the other; of a transition see `nbytes_sent`.
     draws: it draws random numbers.  denominator: its result is the same on all ranks of a role.
+    finish: the action after the last backward that waits for the inputs and output errors of all its nodes in a stage,
+    which travel in one gather, and multiplies them.
     """
 
     name: str
@@ -219,6 +221,7 @@ class CommOp:
     tensors: Callable[[Call], Tensors] = _value
     draws: bool = False
     denominator: bool = False
+    finish: str = ""
 
     @property
     def backward(self) -> Collective:
@@ -230,7 +233,7 @@ NODES: dict[Callable[..., Any], CommOp] = {
     send: CommOp("send", Collective.SEND, Over.ROUTES, "recv_grad"),
     recv: CommOp("recv", Collective.RECV, Over.ROUTES, "send_grad"),
     **{each: CommOp(each.__name__, forward_collective(each), Over.GROUP, in_stage=True) for each in TRANSITIONS},
-    late_multiply: CommOp("late_multiply", Collective.NONE, Over.REPLICAS, "gather_errors", in_stage=True),
+    late_multiply: CommOp("late_multiply", Collective.NONE, Over.REPLICAS, "gather_errors", True, finish="multiply"),
     linear: CommOp("linear", Collective.NONE, in_stage=True),
     batch_norm: CommOp("batch_norm", Collective.ALL_REDUCE, Over.REPLICAS, "batch_norm", True, _statistics),
     all_reduce_scalar: CommOp(
@@ -275,3 +278,13 @@ OPS = {op.name: op for op in (*NODES.values(), *_NO_NODES)}
 def op_of(node: fx.Node) -> CommOp | None:
     """Return the operation that `node` is, None for other nodes."""
     return NODES.get(node.target) if callable(node.target) else None
+
+
+def finish_of(node: fx.Node) -> str:
+    """Return the action that finishes what a node sends, "" for other nodes."""
+    return "" if (op := op_of(node)) is None else op.finish
+
+
+def finishes(graph: fx.Graph) -> list[str]:
+    """Return the actions that finish what nodes of a stage send."""
+    return list(dict.fromkeys(filter(None, map(finish_of, graph.nodes))))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 HOLDINGS = ("replicated", "sharded", "subnet")
 SYNCS = ("all_reduce", "late_multiply", "parameter_server", "average", "none")
+SYNCS_OF_A_LAYER = ("all_reduce", "late_multiply", "none")
 SPLITS = ("columns", "rows")
 STATES = ("batch", "features", "replicate")
 SCHEMES = ("BK", "B", "B/K")

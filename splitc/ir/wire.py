@@ -174,7 +174,7 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         known[stage.graph] = [(node, op) for node, op in found if op is not None and op.in_stage]
     nodes = [(node, op) for node, op in known[stage.graph] if info(node).once == once]
     nodes.sort(key=lambda pair: not starts_at_once(pair[0]))
-    late = [node for node, op in nodes if op.name == "late_multiply" and tensor_spec(node).requires_grad]
+    late = [node for node, op in nodes if op.finish and tensor_spec(node).requires_grad]
     for node, op in reversed(nodes) if backward else nodes:
         spec, transition = info(node).spec, transition_of(node)
         if not isinstance(spec, TensorSpec) or (backward and not spec.requires_grad) or is_entry(node):
@@ -194,7 +194,7 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         ranks = plan.together(role, rank) if own else ranks
         if len(ranks) == 1:
             continue
-        if op.name == "late_multiply":  # one gather, when the last error of all microbatches has come
+        if op.finish:  # one gather, when the last error of all microbatches has come
             if node is late[0] and action.microbatch == plan.microbatches - 1:
                 yield from ((node, pack) for pack in _packs(program, role, rank, late, payload))
             continue
@@ -204,7 +204,7 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
 
 
 def _packs(program: PlacedProgram, role: str, rank: int, late: Sequence[fx.Node], payload: Payload) -> Iterator[WireOp]:
-    """Yield the X and E of all late-multiplied layers, those of one dtype together; X is gathered in the dtype of E."""
+    """Yield the inputs X and errors E of nodes, those of one dtype together; X is gathered in the dtype of E."""
     plan, payload, gather = program.plan, replace(payload, what=What.LATE), Collective.ALL_GATHER
     ranks, everyone = plan.replicas(role, rank), plan.batch_offsets[role][-1]
     for dtype in dict.fromkeys(tensor_spec(node).dtype for node in reversed(late)):

@@ -8,19 +8,18 @@ from fnmatch import fnmatchcase
 
 from splitc.errors import PlacementError
 from splitc.ir.names import near_name
-from splitc.ir.placements import SPLITS, Placement
+from splitc.ir.placements import SPLITS, SYNCS, Placement
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
 from splitc.passes.place import Place
-from splitc.passes.planner.strategy import Strategy, in_microbatches
+from splitc.passes.planner.registry import STRATEGIES
+from splitc.passes.planner.strategy import Strategy, in_microbatches, strategy_named
 from splitc.report.what_if import choice_text, simulated_step
 from splitc.strategies.auto import Auto
 from splitc.strategies.data_parallel import DataParallel
-from splitc.strategies.late_multiply import LateMultiply
 from splitc.strategies.layer_separation import LayerSeparation
 from splitc.strategies.modulo_shard import ModuloShard
-from splitc.strategies.parameter_server import ParameterServer
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,7 @@ def matching_layers(program: Program, pattern: str) -> list[str]:
 def _placements(program: Program, world: int) -> Iterator[tuple[str, Placement, Strategy]]:
     """Yield what a pin may ask for, and the strategy that tells best why it is not possible."""
     yield "whole, all_reduce", Placement(holding="replicated", sync="all_reduce", group=1), DataParallel()
-    yield "late_multiply", Placement(sync="late_multiply"), LateMultiply()
-    yield "parameter_server", Placement(sync="parameter_server"), ParameterServer()
+    yield from ((sync, Placement(sync=sync), strategy_named(sync)()) for sync in SYNCS if sync in STRATEGIES)
     yield "role all", Placement(role="all"), DataParallel()
     for role in role_names(2, has_convolutions(program)):
         yield f"role {role}", Placement(role=role), LayerSeparation()

@@ -2,27 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from splitc.ir.graph import tensor_spec
+from splitc.ir.layers import Layer
+from splitc.ir.linears import as_linear
+from splitc.ir.placements import SYNCS_OF_A_LAYER
+from splitc.ir.plan import Plan
+from splitc.ir.program import Program
 from splitc.passes.planner.cuts import cut_rules
-from splitc.passes.planner.divisions import Division, all_ranks
-from splitc.passes.planner.options import Space, role_options
+from splitc.passes.planner.divisions import Busiest, Division, all_ranks
+from splitc.passes.planner.options import Space, role_options, slowest_of, times_of
 from splitc.passes.planner.pin_checks import PinWords, no_linear, unmet, unsummed
-from splitc.passes.planner.pins import UNPINNED
+from splitc.passes.planner.pins import UNPINNED, Pin
 from splitc.passes.planner.problem import Option
 from splitc.passes.planner.request import Request
 from splitc.passes.planner.strategy import Strategy
+from splitc.passes.planner.syncs import Sync
 
-SYNC = "late_multiply"
+
+class Late(Sync):
+    """Every rank gathers the inputs X and the errors E of all ranks, and computes W' = E^T X of all (Lessons 2.1)."""
+
+    how = ", by late multiply"
+    instead = "its inputs and output errors travel instead"
+
+    def work(self, ranks: int) -> float:
+        return 1 + (ranks - 1) / 3  # of the three products, one is of all ranks' examples
+
+    def options(
+        self,
+        request: Request,
+        division: Division,
+        role: int,
+        layer: str,
+        kinds: tuple[Busiest, ...],
+        memory: Callable[[float], float],
+    ) -> Iterator[Option]:
+        if layer not in request.linears or (role and division.microbatches > 1):
+            return
+        r, uses = division.roles[role], request.linears[layer]
+        examples, times = r.bounds[-1], times_of(request, division, role, layer, kinds)
+        specs = [tensor_spec(node) for use in uses for node in (use.value, use.node)]
+        gathered = sum(spec.nbytes(examples) for spec in specs)
+        more = ((examples / each.batch - 1) / 3 for each in kinds)
+        late = [(forward, back + part * (forward + back)) for (forward, back), part in zip(times, more, strict=True)]
+        forward, backward = slowest_of(late)
+        yield Option(
+            role, sync=NAME, forward=forward, backward=backward,
+            syncing=request.accumulate * request.all_gather_seconds(gathered, r.ranks), memory=memory(gathered),
+        )  # fmt: skip
+
+    def unlike(self, request: Request, layer: str) -> Iterator[str]:
+        if layer not in request.linears:
+            yield "asks ... to be late-multiplied, but only linear layers of their own weight can be"
+
+    def misplaced(self, pin: Pin, size: int | None) -> Iterator[str]:
+        if pin.grouped:
+            yield "asks for groups and for late multiply of ..., but only what all ranks have whole is late-multiplied"
+        elif size is None and pin.stage == 1:
+            yield "asks for late multiply of ... on one rank, where there is nothing to gather"
+
+    def misfits(self, program: Program, plan: Plan, layer: Layer) -> Iterator[str]:
+        role, nodes = plan.placements[layer.name].role, {node.name: node for node in program.graph.nodes}
+        if role in plan.groups or not any(as_linear(program, nodes[name]) for name in layer.nodes):
+            yield f"placements: {layer.name} has sync {NAME!r}, which linear layers in roles without groups have"
+        if plan.microbatches > 1 and not set(plan.batch_offsets[plan.reader]).issuperset(plan.batch_offsets[role]):
+            yield (
+                f"microbatches is {plan.microbatches}, but {layer.name} is multiplied late in role {role}, whose ranks "
+                f"divide what one reads, so that some have no examples in a microbatch: take 1, or sync 'all_reduce'"
+            )
+
+
+NAME = "late_multiply"
+SYNC = Late()
 
 
 @dataclass(frozen=True)
 class LateMultiply(Strategy):
     """Fc layers replicated; their inputs and output errors travel, not their gradients (Practical Lessons 2.1)."""
 
-    name = "late_multiply"
-    pins = PinWords(syncs=("all_reduce", SYNC, "none"))
+    name = NAME
+    pins = PinWords(syncs=SYNCS_OF_A_LAYER)
 
     def searches(self, by_name: bool) -> Sequence[bool]:
         return (True,) if by_name else (False, True)
@@ -33,10 +95,10 @@ class LateMultiply(Strategy):
 
         def allows(division: Division, layer: str, option: Option) -> bool:
             if late is not None and request.pins.get(layer, UNPINNED).sync is None:
-                return (option.sync == SYNC) == (layer in late) and space.allows(division, layer, option)
+                return (option.sync == NAME) == (layer in late) and space.allows(division, layer, option)
             return space.allows(division, layer, option)
 
-        return replace(space, allows=allows, wanted=(("sync", frozenset({SYNC})),))
+        return replace(space, allows=allows, wanted=(("sync", frozenset({NAME})),))
 
     def impossible(self, request: Request) -> list[str]:
         left = "no linear layer is left to multiply late"
@@ -55,7 +117,7 @@ def _worth_multiplying(request: Request) -> frozenset[str]:
     seconds = {
         layer: {option.sync: option.computing + option.syncing for option in known[layer]}
         for layer in request.linears
-        if any(option.sync == SYNC for option in known[layer])
+        if any(option.sync == NAME for option in known[layer])
     }
-    cheaper = (layer for layer, by in seconds.items() if by[SYNC] < by["all_reduce"])
+    cheaper = (layer for layer, by in seconds.items() if by[NAME] < by["all_reduce"])
     return frozenset(cheaper) or frozenset(seconds)

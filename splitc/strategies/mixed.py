@@ -17,7 +17,7 @@ from itertools import chain
 
 from splitc.errors import PlacementError
 from splitc.ir.graph import info
-from splitc.ir.placements import Grouping, LayerPlacement
+from splitc.ir.placements import SYNCS_OF_A_LAYER, Grouping, LayerPlacement
 from splitc.ir.plan import Plan
 from splitc.passes.planner.cuts import CutRules, cut_rules
 from splitc.passes.planner.divisions import FEW, Division, all_ranks, group_sizes
@@ -26,6 +26,7 @@ from splitc.passes.planner.pins import UNPINNED, Pin
 from splitc.passes.planner.price_plan import price_plan
 from splitc.passes.planner.priced_plan import PricedPlan, idle, infeasible
 from splitc.passes.planner.problem import Option
+from splitc.passes.planner.registry import STRATEGIES
 from splitc.passes.planner.request import Request, smallest
 from splitc.passes.planner.strategy import Strategy
 from splitc.runtime.collectives.layouts import State
@@ -44,7 +45,7 @@ class Mixed(Strategy):
 
     name = "mixed"
     spans = True
-    pins = PinWords(stages=2, syncs=("all_reduce", "late_multiply", "none"), divides=True)
+    pins = PinWords(stages=2, syncs=SYNCS_OF_A_LAYER, divides=True)
 
     def proposals(self, request: Request) -> list[PricedPlan]:
         return [_of_pins(request)]
@@ -72,7 +73,7 @@ class Mixed(Strategy):
 def _of_pins(request: Request) -> PricedPlan:
     """The plan of the pins, where one of them asks for more than a role."""
     name, pins = Mixed.name, request.pins.values()
-    if not any(p.holding or p.group or p.split or p.sync in ("late_multiply", "parameter_server") for p in pins):
+    if not any(p.holding or p.group or p.split or p.sync in STRATEGIES for p in pins):
         roles = f"; use layer_separation for the role of {', '.join(request.pins)}" if pins else ""
         return infeasible(name, [f"no pin asks for a holding or a sync{roles}"])
     if why := too_small(request, name) or contradictions(request, name, Mixed.pins):

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.checks.batch_sizes import microbatch_problems
 from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
 from splitc.ir.placements import SCHEDULES
 from splitc.ir.schedule.actions import print_actions
 from splitc.passes.planner.strategy import parse_strategy
+from splitc.passes.planner.syncs import sync_misfits
 from splitc.strategies.modulo_shard import ModuloShard
 from tests.support.actions import parse_actions
 from tests.support.compiled import compiled
@@ -194,7 +194,7 @@ def test_a_layer_multiplied_late_where_ranks_divide_what_one_reads_is_refused() 
         for name, place in program.plan.placements.items()
     }
     plan = replace(program.plan, placements=late, microbatches=2)
-    found = list(microbatch_problems(program.program, plan))
+    found = list(sync_misfits(program.program, plan))
     assert len(found) == 3 and all("some have no examples in a microbatch" in problem for problem in found)
 
 

@@ -1,0 +1,76 @@
+"""What the planner asks of a way to sum the gradients of a layer; a strategy of its name says what is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import ClassVar
+
+from splitc.ir.layers import Layer
+from splitc.ir.placements import SYNCS
+from splitc.ir.plan import Plan
+from splitc.ir.program import Program
+from splitc.passes.planner.divisions import Busiest, Division
+from splitc.passes.planner.pins import Pin
+from splitc.passes.planner.problem import Option
+from splitc.passes.planner.registry import STRATEGIES
+from splitc.passes.planner.request import Request
+
+
+class Sync:
+    """A way to sum gradients, as an all-reduce is; `SYNC` in the file of a strategy of the same name is its own.
+
+    how: of a layer that has it.  instead: what travels in place of the gradient.
+    """
+
+    how: ClassVar[str] = ""
+    instead: ClassVar[str] = ""
+
+    def work(self, ranks: int) -> float:
+        """Compute of a layer on a rank, as a multiple of that with an all-reduce."""
+        return 1.0
+
+    def options(
+        self,
+        request: Request,
+        division: Division,
+        role: int,
+        layer: str,
+        kinds: tuple[Busiest, ...],
+        memory: Callable[[float], float],
+    ) -> Iterator[Option]:
+        """Yield the ways to run a layer so in a role without groups.  memory: with more bytes than the layer itself."""
+        return iter(())
+
+    def unlike(self, request: Request, layer: str) -> Iterator[str]:
+        """Yield what of a pin the layer itself does not allow; `...` stands for its name."""
+        return iter(())
+
+    def misplaced(self, pin: Pin, size: int | None) -> Iterator[str]:
+        """Yield what other parts of the pin, or groups of `size` ranks, do not allow."""
+        return iter(())
+
+    def misfits(self, program: Program, plan: Plan, layer: Layer) -> Iterator[str]:
+        """Yield why a layer of a plan cannot have it."""
+        return iter(())
+
+
+def sync_named(name: str | None) -> Sync:
+    """The sync of a placement, a pin or an option."""
+    found: Sync = getattr(import_module(f"splitc.strategies.{name}"), "SYNC", _PLAIN) if name in STRATEGIES else _PLAIN
+    return found
+
+
+def syncs() -> list[Sync]:
+    """All of them."""
+    return [sync_named(name) for name in SYNCS]
+
+
+def sync_misfits(program: Program, plan: Plan) -> Iterator[str]:
+    """Yield the layers of a plan that cannot have their sync."""
+    for layer in program.layers:
+        if any(program.tensors[name].trainable for name in layer.tensors):
+            yield from sync_named(plan.placements[layer.name].sync).misfits(program, plan, layer)
+
+
+_PLAIN = Sync()
