@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from splitc.ir import comm_ops
-from splitc.ir.graph import info, tensors_of_node
+from splitc.ir.graph import info, op_name, tensors_of_node
 from splitc.ir.interpreter import shapes_at
 from splitc.ir.plan_checks import decision_problems
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program
@@ -105,8 +105,8 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
             "all_reduce": [name for stage in stages for bucket in stage.buckets for name in bucket],
             "parameter_server": [name for stage in stages for bucket in stage.served for name in bucket],
         }
-        for op, node in ((op, node) for node in nodes if (op := comm_ops.op_of(node)) is not None and op.finish):
-            ways.setdefault(op.name, []).extend(str(parameter.target) for parameter in node.args[1:])
+        for node in filter(comm_ops.finish_of, nodes):
+            ways.setdefault(op_name(node), []).extend(str(parameter.target) for parameter in node.args[1:])
         own = {name for n in nodes if info(n).state is State.BATCH for name in tensors_of_node(program, n)}
         summed_over_all = {name for stage in stages for name in stage.own_sums}
         held = {name for stage in stages for name in stage.tensors}

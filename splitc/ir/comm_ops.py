@@ -1,4 +1,4 @@
-"""The communication operations, each defined once: printer, prices, memory, checks and codegen read `OPS`.
+"""The communication operations, each defined once: printer, prices, memory, checks and codegen read `NODES`.
 
 A communication node calls one of the functions below.  On (fake) tensors each computes what a single rank would see, so
 a graph with communication runs for its shapes; at run time the method of `splitc.runtime.RoleComm` of the same name
@@ -156,8 +156,6 @@ class Over(Enum):
     ROUTES = "the ranks of the peer role that have examples in common with this rank"
     GROUP = "the model-parallel group"
     REPLICAS = "the ranks of the role that hold the same parameters"
-    SERVERS = "the parameter servers, or their workers"
-    WORLD = "all ranks"
 
 
 @dataclass(frozen=True)
@@ -203,53 +201,39 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class CommOp:
-    """One operation: a communication node, the adjoint of one, or an action of the step.
+    """One operation: what it communicates over which ranks, and what the gradient does.
 
-    adjoint: the operation that takes its gradient; None where none passes.
-    in_stage: called within a stage's forward; the others are actions of the step.
-    tensors: what a rank gives to its collective, one after the other; of a transition see `nbytes_sent`.
+    in_stage: called within a stage's forward; the others are actions of the step.  tensors: what a rank gives to its
+    collective, one after the other; both of a transition see `transition_of`.
     draws: it draws random numbers.  denominator: its result is the same on all ranks of a role.
     finish: the action after the last backward that waits for the inputs and output errors of all its nodes in a stage,
     which travel in one gather, and multiplies them.
     """
 
-    name: str
-    collective: Collective
+    collective: Collective = Collective.NONE
     over: Over | None = None
-    adjoint: str | None = None
-    in_stage: bool = False
+    backward: Collective = Collective.NONE
+    in_stage: bool = True
     tensors: Callable[[Call], Tensors] = _value
     draws: bool = False
     denominator: bool = False
     finish: str = ""
 
-    @property
-    def backward(self) -> Collective:
-        """What the gradient does on the wire; that of a transition see `transition_of`."""
-        return Collective.NONE if self.adjoint is None else OPS[self.adjoint].collective
 
-
+_SUM = Collective.ALL_REDUCE
 NODES: dict[Callable[..., Any], CommOp] = {
-    send: CommOp("send", Collective.SEND, Over.ROUTES, "recv_grad"),
-    recv: CommOp("recv", Collective.RECV, Over.ROUTES, "send_grad"),
-    **{each: CommOp(each.__name__, forward_collective(each), Over.GROUP, in_stage=True) for each in TRANSITIONS},
-    late_multiply: CommOp("late_multiply", Collective.NONE, Over.REPLICAS, "gather_errors", True, finish="multiply"),
-    linear: CommOp("linear", Collective.NONE, in_stage=True),
-    batch_norm: CommOp("batch_norm", Collective.ALL_REDUCE, Over.REPLICAS, "batch_norm", True, _statistics),
-    all_reduce_scalar: CommOp(
-        "all_reduce_scalar", Collective.ALL_REDUCE, Over.REPLICAS, in_stage=True, denominator=True
-    ),
-    global_weight: CommOp("global_weight", Collective.ALL_REDUCE, Over.REPLICAS, in_stage=True, denominator=True),
-    cross_entropy: CommOp("cross_entropy", Collective.ALL_REDUCE, Over.GROUP, None, True, _of_classes),
-    embedding: CommOp("embedding", Collective.NONE, in_stage=True),
-    scale_by_share: CommOp("scale_by_share", Collective.NONE, None, "scale_by_share", in_stage=True),
-    dropout: CommOp("dropout", Collective.NONE, None, "dropout", in_stage=True, draws=True),
-    uniform: CommOp("uniform", Collective.NONE, in_stage=True, draws=True),
-    normal: CommOp("normal", Collective.NONE, in_stage=True, draws=True),
-    store_buffer: CommOp("store_buffer", Collective.NONE, in_stage=True),
-    pull: CommOp("pull", Collective.RECV, Over.SERVERS, "push", in_stage=True),
-    push: CommOp("push", Collective.SEND, Over.SERVERS, "pull"),
-    all_reduce: CommOp("all_reduce", Collective.ALL_REDUCE, Over.REPLICAS, "all_reduce"),
+    send: CommOp(Collective.SEND, Over.ROUTES, Collective.RECV, in_stage=False),
+    recv: CommOp(Collective.RECV, Over.ROUTES, Collective.SEND, in_stage=False),
+    **{each: CommOp(forward_collective(each), Over.GROUP) for each in TRANSITIONS},
+    late_multiply: CommOp(over=Over.REPLICAS, backward=Collective.ALL_GATHER, finish="multiply"),
+    batch_norm: CommOp(_SUM, Over.REPLICAS, _SUM, tensors=_statistics),
+    all_reduce_scalar: CommOp(_SUM, Over.REPLICAS, denominator=True),
+    global_weight: CommOp(_SUM, Over.REPLICAS, denominator=True),
+    cross_entropy: CommOp(_SUM, Over.GROUP, tensors=_of_classes),
+    **dict.fromkeys((linear, embedding, scale_by_share, store_buffer, pull), CommOp()),
+    **dict.fromkeys((dropout, uniform, normal), CommOp(draws=True)),
+    push: CommOp(in_stage=False),
+    all_reduce: CommOp(_SUM, Over.REPLICAS, in_stage=False),
 }
 """The operations that are nodes of a graph, by their function."""
 
@@ -261,18 +245,6 @@ DENOMINATORS = tuple(function for function, op in NODES.items() if op.denominato
 
 OF_EXAMPLES = (*DRAWS, *DENOMINATORS, scale_by_share)
 """The operations that depend on which examples a value is of; `own=True` says that they are the rank's own."""
-
-_NO_NODES = (
-    CommOp("recv_grad", Collective.RECV, Over.ROUTES, "send"),
-    CommOp("send_grad", Collective.SEND, Over.ROUTES, "recv"),
-    CommOp("gather_errors", Collective.ALL_GATHER, Over.REPLICAS, "late_multiply", in_stage=True),
-    CommOp("send_parameters", Collective.SEND, Over.SERVERS, "reduce_gradients"),
-    CommOp("reduce_gradients", Collective.RECV, Over.SERVERS, "send_parameters"),
-    CommOp("all_reduce_tied", Collective.ALL_REDUCE, None, "all_reduce_tied"),
-    CommOp("sum_loss", Collective.ALL_REDUCE, Over.WORLD),
-)
-OPS = {op.name: op for op in (*NODES.values(), *_NO_NODES)}
-"""Every operation, by the name of its node or action."""
 
 
 def op_of(node: fx.Node) -> CommOp | None:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from splitc.ir.comm_ops import OPS, Call, CommOp, Over, op_of
+from splitc.ir.comm_ops import Call, CommOp, Over, op_of
 from splitc.ir.dealt import STATE_COPIES, dealt_ops, slice_numel
 from splitc.ir.graph import info, is_entry, starts_at_once, tensor_spec
 from splitc.ir.plan import Plan
@@ -61,7 +61,7 @@ def _nothing(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wir
 
 def _loss(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the all-reduce of the loss over all ranks, those without work too; within a round over those of a unit."""
-    plan, collective = program.plan, OPS["sum_loss"].collective
+    plan, collective = program.plan, action.row.collective
     last = 1 / (plan.rounds.steps * plan.accumulate) if plan.rounds else 1.0
     for ranks, times in ((plan.unit(rank), 1 - last), (tuple(range(plan.world)), last)):
         if times:
@@ -70,7 +70,7 @@ def _loss(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp
 
 def _tied(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the all-reduce of the gradient of a parameter that several roles use."""
-    tensor, ranks, collective = program.tensors[name := action.value], program.tied[name], OPS[action.verb].collective
+    tensor, ranks, collective = program.tensors[name := action.value], program.tied[name], action.row.collective
     yield WireOp.joined(collective, Payload(What.TIED, name), ranks, tensor.shape, tensor.dtype)
 
 
@@ -103,7 +103,7 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
     if averages and plan.rounds is not None and plan.rounds.through == "server":
         algorithm, sent = "server", nbytes * (len(replicas) - 1.0 if rank == replicas[0] else 1.0)
     elif plan.all_reduce == "backend" or averages:
-        algorithm = OPS["all_reduce"].collective
+        algorithm = action.row.collective
         sent = algorithm.sent(nbytes, nbytes, len(replicas))
     else:
         algorithm, sent = plan.all_reduce, doubling_sent(nbytes, replicas.index(rank), len(replicas))
@@ -112,7 +112,7 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
 
 def _messages(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the messages of a cut, or of its gradient, to or from each rank that has a part of it."""
-    plan, cut, collective = program.plan, program.stage(action.role).cut(action), OPS[action.verb].collective
+    plan, cut, collective = program.plan, program.stage(action.role).cut(action), action.row.collective
     what, backward, layer = action.row.what, action.row.backward, program.layer_of.get(cut.value)
     piece = None if program.travels_whole(cut) else action.microbatch
     assert what is not None, action

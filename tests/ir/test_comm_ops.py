@@ -1,40 +1,26 @@
-"""The table of operations: adjoints, bytes, and that every row of it is what ranks do."""
+"""The table of operations: bytes, and that every row of it is what ranks do."""
 
 from __future__ import annotations
 
-import pytest
-
-from splitc.ir.comm_ops import NODES, OPS, CommOp, Over, op_of
+from splitc.ir.comm_ops import NODES, Over
+from splitc.ir.graph import op_name
 from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram
-from splitc.ir.schedule.verbs import VERBS
-from splitc.ir.transitions import TRANSITIONS, Collective, transition_of
+from splitc.ir.schedule.verbs import VERBS, Among
+from splitc.ir.transitions import TRANSITIONS, Collective
 from splitc.ir.wire import inside, of_action
 from tests.support.every_strategy import every_strategy, planned
 
-COMMUNICATING = {name for name, op in OPS.items() if op.collective is not Collective.NONE}
-DONE_IN_BACKWARD = {"gather_errors": "late_multiply"}
-"""Operations that are neither nodes nor actions -> the node whose backward they are."""
-
-
-@pytest.mark.parametrize("op", [op for op in OPS.values() if op.adjoint is not None], ids=lambda op: op.name)
-def test_the_adjoint_of_the_adjoint_is_the_operation(op: CommOp) -> None:
-    assert op.adjoint is not None
-    adjoint = OPS[op.adjoint]
-    assert adjoint.adjoint == op.name
-    assert adjoint.over == op.over
-    assert (op.backward, adjoint.backward) == (adjoint.collective, op.collective)
-
-
-def test_every_operation_is_a_node_an_action_or_the_backward_of_a_node() -> None:
-    nodes = {op.name for op in NODES.values()}
-    assert OPS.keys() == nodes | (OPS.keys() & VERBS.keys()) | DONE_IN_BACKWARD.keys()
-    assert all(function.__name__ == op.name for function, op in NODES.items())
+NOTHING = Collective.NONE
+COMMUNICATING = {
+    *(node.__name__ for node, op in NODES.items() if op.in_stage and {op.collective, op.backward} != {NOTHING}),
+    *(verb for verb, row in VERBS.items() if row.among not in (Among.NONE, Among.STAGE, Among.GROUP, Among.OWNERS)),
+} - {"average"}
 
 
 def test_every_transition_is_a_node_of_a_stage_over_its_group() -> None:
     ops = [NODES[function] for function in TRANSITIONS]
-    assert all(op.in_stage and op.over is Over.GROUP and op.adjoint is None for op in ops)
+    assert all(op.in_stage and op.over is Over.GROUP and op.backward is NOTHING for op in ops)
 
 
 def test_the_bytes_that_a_rank_of_four_sends() -> None:
@@ -48,11 +34,7 @@ def operations_of(program: LoweredProgram, rank: int) -> set[str]:
     done: set[str] = set()
     for action in program.rank_program(rank).actions:
         if action.verb in ("forward", "backward"):
-            for node, _ in inside(program, program.stage(action.role), rank, action):
-                op = op_of(node)
-                assert op is not None
-                backward = action.verb == "backward" and transition_of(node) is None
-                done.add(str(op.adjoint) if backward else op.name)
+            done |= {op_name(node) for node, _ in inside(program, program.stage(action.role), rank, action)}
         elif any(True for _ in of_action(program, rank, action)):
             done.add(action.verb)
     return done

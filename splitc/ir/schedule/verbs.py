@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from splitc.ir.transitions import TRANSITIONS
+from splitc.ir.transitions import TRANSITIONS, Collective
 from splitc.ir.wire_op import What
 
 
@@ -65,6 +65,7 @@ class Verb:
     forward: whether evaluation has it.  after, before: verbs that it comes after and before, in its role and microbatch
     and of its cut; `anywhere`, in all roles.  buckets: the field of a Stage that it does a bucket of.
     unit: what consecutive actions of a microbatch it belongs to.
+    collective: that a message or a sum is; what servers, groups and owners do is said where it is counted.
     line: the call, of a communicator, that codegen writes; "": a line of its own kind, or none.  note: beside it.
     """
 
@@ -73,6 +74,7 @@ class Verb:
     when: When = When.EVERY_STEP
     among: Among = Among.NONE
     what: What | None = None
+    collective: Collective = Collective.NONE
     waits: Waits = Waits.AT_ONCE
     forward: bool = False
     after: tuple[str, ...] = ()
@@ -101,36 +103,38 @@ class Verb:
 
 _ENTRIES = tuple(node.__name__ for node in TRANSITIONS)
 _GRADIENTS = tuple(f"{verb}_grad" for verb in _ENTRIES)
-_SUMS = ("backward", "multiply")  # while gradients travel
+_ENDS = ("backward", "multiply")  # while gradients travel
 
+_SEND, _RECV, _SUM = Collective.SEND, Collective.RECV, Collective.ALL_REDUCE
 _EACH, _TRAVELS = Often.EACH_MICROBATCH, Often.AS_IT_TRAVELS
 
 VERBS = {
     "send": Verb("send the examples of a cut to the ranks that compute on them",
-        _TRAVELS, among=Among.PAIR, what=What.CUT, waits=Waits.AT_THE_END, forward=True, after=("forward",),
-        unit="forward"),
+        _TRAVELS, among=Among.PAIR, what=What.CUT, collective=_SEND, waits=Waits.AT_THE_END, forward=True,
+        after=("forward",), unit="forward"),
     "recv": Verb("receive a cut",
-        _TRAVELS, among=Among.PAIR, what=What.CUT, waits=Waits.BY_COMPUTING, forward=True,
+        _TRAVELS, among=Among.PAIR, what=What.CUT, collective=_RECV, waits=Waits.BY_COMPUTING, forward=True,
         before=(*_ENTRIES, "forward"), unit="receive"),
     "weigh": Verb("compute the denominators of the loss, of the whole batch",
         among=Among.STAGE, what=What.NODE, forward=True, before=("forward",)),
     "forward": Verb("run the stage forward",
         _EACH, among=Among.STAGE, what=What.NODE, waits=Waits.COMPUTES, forward=True, unit="forward"),
     "sum_loss": Verb("begin to all-reduce the loss over all ranks",
-        among=Among.WORLD, what=What.LOSS, waits=Waits.AT_THE_END, forward=True),
+        among=Among.WORLD, what=What.LOSS, collective=_SUM, waits=Waits.AT_THE_END, forward=True),
     "backward": Verb("run the stage backward",
         _EACH, among=Among.STAGE, what=What.NODE_GRADIENT, waits=Waits.COMPUTES, after=("forward",), unit="backward"),
     "recv_grad": Verb("receive the gradient of a cut that was sent",
-        _TRAVELS, among=Among.PAIR, what=What.CUT_GRADIENT, waits=Waits.BY_COMPUTING, before=("backward",),
-        unit="receive_gradients"),
+        _TRAVELS, among=Among.PAIR, what=What.CUT_GRADIENT, collective=_RECV, waits=Waits.BY_COMPUTING,
+        before=("backward",), unit="receive_gradients"),
     "send_grad": Verb("send the gradient of a cut that was received",
-        _TRAVELS, among=Among.PAIR, what=What.CUT_GRADIENT, waits=Waits.AT_THE_END, after=("backward", *_GRADIENTS),
-        unit="backward"),
+        _TRAVELS, among=Among.PAIR, what=What.CUT_GRADIENT, collective=_SEND, waits=Waits.AT_THE_END,
+        after=("backward", *_GRADIENTS), unit="backward"),
     "all_reduce": Verb("all-reduce a bucket of gradients over the replicas",
-        _EACH, When.LAST_OF_UPDATE, Among.REPLICAS, What.BUCKET, Waits.AFTER_BACKWARD, after=_SUMS, buckets="buckets",
-        unit="backward"),
+        _EACH, When.LAST_OF_UPDATE, Among.REPLICAS, What.BUCKET, _SUM, Waits.AFTER_BACKWARD, after=_ENDS,
+        buckets="buckets", unit="backward"),
     "all_reduce_tied": Verb("all-reduce the gradient of a parameter over all roles that use it",
-        when=When.LAST_OF_UPDATE, among=Among.HOLDERS, what=What.TIED, after=("backward",), anywhere=True),
+        when=When.LAST_OF_UPDATE, among=Among.HOLDERS, what=What.TIED, collective=_SUM,
+        after=("backward",), anywhere=True),
     "multiply": Verb("multiply the gathered inputs and errors of late-multiplied layers",
         _EACH, waits=Waits.COMPUTES, after=("backward",), unit="backward"),
     "update": Verb("step the optimizer of this role's parameters",
@@ -148,7 +152,8 @@ VERBS = {
     "keep": Verb("before a round, keep the parameters that the outer optimizer updates after it",
         when=When.BEFORE_ROUND, after=("backward",)),
     "average": Verb("after a round, average a bucket of parameters over the units that trained them",
-        when=When.AFTER_ROUND, among=Among.REPLICAS, what=What.AVERAGE, after=("backward",), buckets="averaged"),
+        when=When.AFTER_ROUND, among=Among.REPLICAS, what=What.AVERAGE, collective=_SUM,
+        after=("backward",), buckets="averaged"),
     "arrive": Verb("wait for a bucket that was on its way during updates",
         when=When.AFTER_ROUND, after=("backward",), buckets="averaged"),
     "send_parameters": Verb("send a server's parameters to the workers",
@@ -158,8 +163,8 @@ VERBS = {
         when=When.FIRST_OF_UPDATE, among=Among.SERVERS, what=What.PULL, waits=Waits.BY_NODES, forward=True,
         before=("forward",)),
     "push": Verb("send a bucket of gradients to the servers",
-        _EACH, When.LAST_OF_UPDATE, Among.SERVERS, What.PUSH, Waits.AFTER_BACKWARD, after=_SUMS, buckets="served",
-        unit="backward"),
+        _EACH, When.LAST_OF_UPDATE, Among.SERVERS, What.PUSH, waits=Waits.AFTER_BACKWARD, after=_ENDS,
+        buckets="served", unit="backward"),
     "reduce_gradients": Verb("sum the workers' gradients on a server",
         when=When.LAST_OF_UPDATE, among=Among.WORKERS, what=What.PUSH, waits=Waits.ONE_BY_ONE,
         line="reduce_gradients(stage, SERVED)", note="summed over the workers"),
