@@ -108,7 +108,7 @@ def _alike(option: Option) -> bool:
 
 def _shares_all(division: Division) -> bool:
     """Whether all roles run on all ranks, on the whole batch at once."""
-    return division.microbatches == 1 and len({role.ranks for role in division.roles}) == 1
+    return division.order.pieces == 1 and len({role.ranks for role in division.roles}) == 1
 
 
 def best(

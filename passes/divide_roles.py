@@ -40,7 +40,7 @@ class DivideRoles(Pass[PlacedProgram, PlacedProgram]):
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound, cuts_are_communicated)
 
     def run(self, program: PlacedProgram) -> PlacedProgram:
-        if program.plan.microbatches == 1 or isinstance(program.evaluation, Program):
+        if not program.plan.in_pieces or isinstance(program.evaluation, Program):
             return program
         for role in program.plan.groups:
             program = _divided(program, role)

@@ -120,7 +120,7 @@ class Transitions:
             users = [user for user in node.users if not info(user).once]
             entry = users[0] if users else node
             if len(users) != 1 or entry.target not in (modulo, all_to_all):
-                if info(node).state and self._program.plan.grouping(self._role).num_microbatches > 1:
+                if info(node).state and self._program.plan.grouping(self._role).turns > 1:
                     raise PlacementError(
                         f"{node.name} ({info(node).source}) is read in several states, which is not possible in "
                         f"microbatches of a group; use scheme=BK"
@@ -145,8 +145,8 @@ class Transitions:
     def _arrives(self, node: fx.Node, entry: fx.Node) -> State:
         """How the groups receive a cut that they need in another state: at once so, or by examples."""
         plan, cut, needed = self._program.plan, cut_of(node), info(entry).state
-        comes_whole = plan.microbatches > 1 and cut.value in {each.name for each in self._program.inputs}
-        if not cut.sent or comes_whole or plan.grouping(self._role).num_microbatches > 1:
+        comes_whole = plan.in_pieces and cut.value in {each.name for each in self._program.inputs}
+        if not cut.sent or comes_whole or plan.grouping(self._role).turns > 1:
             return State.BATCH  # what comes before the first microbatch is cut into them by examples
         is_target = any(each.target and each.name == cut.value for each in self._program.inputs)
         possible = State.FEATURES if needed is State.FEATURES else State.REPLICATE

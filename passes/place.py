@@ -27,6 +27,7 @@ from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import PlacedProgram, Program
 from splitc.passes.planner.divisions import FEW
 from splitc.passes.planner.layer_seconds import layer_seconds
+from splitc.passes.planner.order import AT_ONCE
 from splitc.passes.planner.pins import resolve_pins
 from splitc.passes.planner.priced_plan import PricedPlan, fastest, simulated
 from splitc.passes.planner.propose import propose
@@ -182,8 +183,7 @@ class Place(Pass[Program, PlacedProgram]):
             self.optimizer_copies,
             self.time_limit,
             self.strategy.all_reduce or "backend",
-            self.strategy.microbatches or 1,
-            self.strategy.schedule or "all_forward",
+            self.strategy.order(AT_ONCE),
             self.accumulate,
         )
 

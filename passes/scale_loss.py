@@ -37,7 +37,7 @@ class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
     def run(self, program: PlacedProgram) -> PlacedProgram:
         plan = program.plan
         layer = info(program.loss).layer
-        microbatched = plan.num_microbatches(plan.placements[layer].role) > 1
+        microbatched = plan.turns(plan.placements[layer].role) > 1
         if plan.sees_whole_batch(layer):
             return program
         graph, _ = copy_graph(program.graph)

@@ -84,7 +84,7 @@ def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Act
     roles, plan = rank_program.roles, program.plan
     stages = [program.stage(role) for role in roles if role != SERVER]
     dedicated = roles == (SERVER,)  # a rank that is a worker too serves while it pulls and pushes
-    in_pieces = any(program.num_microbatches(stage) > 1 for stage in program.stages)
+    in_pieces = any(program.turns(stage) > 1 for stage in program.stages)
     if dedicated:
         yield Action("send_parameters", role=SERVER)
         yield from [Action("reduce_gradients", role=SERVER)] * in_pieces  # the loss is known after the last push
@@ -105,8 +105,8 @@ def _cells(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Actio
     """Yield the cells of the grid; the loss is summed after the last of its role, or before it goes back once."""
     plan, names = program.plan, list(program.plan.roles)
     programs = [[names.index(role) for role in each.roles if role != SERVER] for each in program.rank_programs]
-    numbers = [program.num_microbatches(program.stage(role)) for role in names]
-    order = plan.schedule if plan.microbatches > 1 else "all_forward"
+    numbers = [program.turns(program.stage(role)) for role in names]
+    order = plan.schedule if plan.in_pieces else "all_forward"
     for cell in grid(programs, numbers, order, [len(parts) for parts in plan.parts.values()]):
         stage = program.stage(names[cell.role])
         yield from (_forward if cell.forward else _backward)(program, rank_program, stage, cell.microbatch)
@@ -160,16 +160,16 @@ def _cross(rank_program: RankProgram, cuts: Iterable[Cut], k: int) -> Iterator[A
 
 def _backward(program: LoweredProgram, rank_program: RankProgram, stage: Stage, k: int) -> Iterator[Action]:
     """Yield what a rank does while a role goes backward and the gradients of its cuts are returned."""
-    last = k == program.num_microbatches(stage) - 1
+    last = k == program.turns(stage) - 1
     if stage.role in rank_program.roles:
         gradients = [cut for cut in stage.sends if cut.gradient and cut.value not in stage.inputs]
         if stage.has_loss or gradients:
             yield from _run_back(program, stage, k, last)
-    if program.plan.microbatches == 1 and not last:
+    if not program.plan.in_pieces and not last:
         return  # the producer runs once
     for cut in reversed(stage.receives):
         if cut.gradient and cut.sent:
-            number = k if program.plan.microbatches > 1 else 0
+            number = k if program.plan.in_pieces else 0
             if stage.role in rank_program.roles:
                 yield Action("send_grad", cut.name, cut.producer, stage.role, number)
             if cut.producer in rank_program.roles:
@@ -201,7 +201,7 @@ def _posted_early(program: LoweredProgram, rank: int, actions: list[Action]) -> 
     """In microbatches, move each receive before what a rank computes alone: the order on the wire stays as it is."""
     moved: list[Action] = []
     for action in actions:
-        place = len(moved) if action.verb == "recv" and program.plan.microbatches > 1 else 0
+        place = len(moved) if action.verb == "recv" and program.plan.in_pieces else 0
         while place and moved[place - 1].verb in ("forward", "backward"):
             if any(of_action(program, rank, moved[place - 1])):
                 break

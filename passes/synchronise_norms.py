@@ -61,7 +61,7 @@ class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
             if not isinstance(module, _BatchNorm):
                 continue
             role = info(node).role
-            if plan.num_microbatches(role) > 1:
+            if plan.turns(role) > 1:
                 raise PlacementError(
                     f"{info(node).source}: {node.target} lies in role {role}, which computes microbatches, so it "
                     f"cannot be synchronised; use scheme=BK and microbatches=1"
@@ -81,7 +81,7 @@ def _averages_examples(program: PlacedProgram, node: fx.Node) -> bool:
 
 def _require_whole_batch(plan: Plan, node: fx.Node) -> None:
     role = info(node).role
-    if plan.trains_copies(role) or plan.num_microbatches(role) > 1:
+    if plan.trains_copies(role) or plan.turns(role) > 1:
         raise PlacementError(
             f"{info(node).source}: {node.name} is an InstanceNorm with running statistics, means over all examples, "
             f"and each rank or microbatch of role {role} has a part of them; set track_running_stats=False, or give "

@@ -12,7 +12,7 @@ Framework overhead (CUDA context, allocator fragmentation, library workspaces) i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from splitc.ir.layers import StateTensor
 from splitc.ir.program import LoweredProgram
@@ -90,7 +90,7 @@ def exchanged_nbytes(program: LoweredProgram, rank: int) -> float:
     largest: dict[Payload, float] = {}
     for op in wire(program, rank):
         if op.payload.what is not What.BUCKET:
-            value = replace(op.payload, microbatch=0)
+            value = op.payload.of_any_turn
             nbytes = op.nbytes / (len(op.ranks) if op.algorithm == "all_to_all" else 1)
             largest[value] = max(largest.get(value, 0.0), nbytes)
     return sum(largest.values())

@@ -103,11 +103,10 @@ def _rows(program: LoweredProgram, rank: int) -> list[Piece]:
 
 def _sizes(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
     """The batch sizes, group index and message sizes of a rank in one role."""
-    microbatches = range(plan.num_microbatches(role))
     return (
         plan.batch(role, rank),
         plan.group(role, rank).index(rank),
-        tuple(plan.microbatch_sizes(role, rank, k) for k in microbatches),
+        tuple(plan.sizes(role, rank)),
         tuple((peer == rank, b - a) for other in plan.roles for peer, a, b in plan.routes(rank, role, other)),
         plan.rounds is not None and plan.rounds.through == "server" and plan.averaged(role, rank)[0] == rank,
         plan.replicas(role, rank).index(rank) if plan.all_reduce == "recursive_doubling" else None,

@@ -7,6 +7,7 @@ one device, and their wires differ only in the ranks and rows of what they send.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 
 from splitc.cost_models.simulation.batches import Batch
@@ -23,7 +24,7 @@ class Programs:
     def __init__(self, prices: Prices, merge: bool) -> None:
         self._prices, self._merge, self._plan = prices, merge, prices.program.plan
         self.operations: list[list[Operation]] = [[] for _ in range(self._plan.world)]
-        self._sizes = cache(self._plan.microbatch_sizes)
+        self._sizes = cache(self._plan.sizes)
         self._kinds = {rank: self._kind(rank) for rank in sorted(prices.ranks)}
         self._own: dict[int, dict[Transfer, Transfer]] = {
             rank: {} for rank in self._kinds
@@ -61,8 +62,7 @@ class Programs:
         sizes = []
         for role in plan.roles_of(rank):
             group = plan.group(role, rank)
-            numbers = range(max(plan.microbatches, plan.num_microbatches(role)))
-            sizes.append((group.index(rank), *(self._sizes(role, group[0], k) for k in numbers)))
+            sizes.append((group.index(rank), *self._sizes(role, group[0])))
         ops = tuple(_without_ranks(op) for op in wire(program, rank))
         alone = rank if plan.deals or rank in plan.servers else None
         name = program.rank_program(rank).name if works else ""
@@ -70,9 +70,8 @@ class Programs:
 
 
 def _without_ranks(op: WireOp) -> Hashable:
-    what = op.payload
-    named = what.what, what.name, what.role, what.peer, what.bucket, what.microbatch
-    return op.kind, named, op.shape, op.sent, op.times, len(op.ranks)
+    what = replace(op.payload, rows=(0, 0), columns=None, more=0)
+    return op.kind, what, op.shape, op.sent, op.times, len(op.ranks)
 
 
 def _positions(ops: Iterable[WireOp], begun: Iterable[WireOp]) -> list[int]:

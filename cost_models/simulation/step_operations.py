@@ -79,7 +79,7 @@ class Step:
                 self._compute(action, later)
             case Waits.AFTER_BACKWARD:  # which began it
                 self._finish()
-                if self.plan.microbatches == 1 or row.what is What.PUSH:  # else waited for at the step's end
+                if not self.plan.in_pieces or row.what is What.PUSH:  # else waited for at the step's end
                     self._done.append(Wait(tuple(self._buckets)))
                     self._buckets = []
             case Waits.BY_NODES:
@@ -208,7 +208,7 @@ class Step:
 
     def _layer(self, stage: Stage, layer: str, action: Action) -> tuple[float, float]:
         """Return the forward and backward time of a layer, its shard or subnet, on this rank in a microbatch (s)."""
-        sizes = self.plan.microbatch_sizes(stage.role, self.rank, action.microbatch)
+        sizes = self.plan.sizes_at(stage.role, self.rank, action.microbatch)
         holding, share = self.plan.placements[layer].holding, 1.0
         if holding == "replicated" and self.plan.placements[layer].state == State.BATCH:
             k = self.plan.group(stage.role, self.rank).index(self.rank)

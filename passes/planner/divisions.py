@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from splitc.ir.cluster import Device
+from splitc.passes.planner.order import AT_ONCE, Order
 from splitc.passes.planner.request import Request, largest
 
 FEW = 24
@@ -53,11 +54,10 @@ class Role:
 
 @dataclass(frozen=True)
 class Division:
-    """The roles in the order of the data, and the microbatches of a step."""
+    """The roles in the order of the data, and the order of a step."""
 
     roles: tuple[Role, ...]
-    microbatches: int = 1
-    schedule: str = "all_forward"
+    order: Order = AT_ONCE
 
     @property
     def global_batch(self) -> int:
@@ -78,13 +78,11 @@ class Division:
 
     def pieces(self, role: int) -> int:
         """In how many pieces a role computes a step."""
-        return max(self.microbatches, self.roles[role].turns)
+        return max(self.order.pieces, self.roles[role].turns)
 
     def live(self, role: int, batch: int) -> int:
         """The most of `batch` examples whose activations a rank of a role keeps at once."""
-        m, later = self.pieces(role), len(self.roles) - role - 1
-        pieces = min(later + 1, m) if self.schedule == "1f1b" or not later else m
-        return min(batch, -(-batch // m) * pieces)
+        return self.order._replace(pieces=self.pieces(role)).live(batch, len(self.roles) - role - 1)
 
     def messages(self, a: int, b: int) -> int:
         """The most ranks of the other role that a rank of roles `a` and `b` shares examples with."""

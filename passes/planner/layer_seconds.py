@@ -23,7 +23,7 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
         batch = plan.largest_batch(place.role)
     seconds = request.seconds(layer, batch, busy)
     if grouping is not None:
-        seconds *= plan.num_microbatches(place.role)
+        seconds *= plan.turns(place.role)
         if place.holding == "sharded":
             seconds /= grouping.size
     if place.holding == "subnet":

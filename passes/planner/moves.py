@@ -135,7 +135,7 @@ def _exchange(
 ) -> tuple[float, float]:
     """Seconds that the busiest rank sends or receives a value for, and its gradient (Stanza 4.1.1)."""
     here, there = division.roles[a], division.roles[b]
-    messages, pieces = division.messages(a, b), division.microbatches
+    messages, pieces = division.messages(a, b), division.order.pieces
     own = there.ranks[0] in here.ranks  # which keeps its examples
     sent = nbytes * max(here.batch, there.batch) / messages / pieces
     link = request.cluster.link_across(here.ranks, there.ranks)

@@ -61,7 +61,7 @@ def make_problem(request: Request, rules: CutRules, division: Division, space: S
         memory=request.memory_of(division.busy),
         filled=frozenset(range(count)) if count > 1 and (own or hybrid) else frozenset(),
         wanted=space.wanted or (_IN_GROUPS if division.roles[-1].group > 1 and not own else ()),
-        microbatches=division.microbatches,
+        pieces=division.order.pieces,
         accumulate=request.accumulate,
     )
 
@@ -76,7 +76,7 @@ def _share(program: Program, pair: tuple[str, str]) -> bool:
 
 def role_options(request: Request, rules: CutRules, division: Division, role: int) -> dict[str, tuple[Option, ...]]:
     """Layer -> the ways to run it in a role; kept, since many divisions have the same role."""
-    key = role, division.roles[role], len(division.roles), division.microbatches, division.schedule, division.busy
+    key = role, division.roles[role], len(division.roles), division.order, division.busy
     if key not in request.options:
         kinds, alike = busiest(request, division.roles[role], division.busy), request.alike
         firsts = dict.fromkeys(alike.values())
@@ -110,7 +110,7 @@ def _options(
     )  # fmt: skip
     if k == 1:
         for sync in syncs() if summed else ():
-            for option in sync.options(request, division, role, layer, kinds, partial(memory, 1, 1, False)):
+            for option in sync.options(request, division, role, layer, partial(memory, 1, 1, False)):
                 yield replace(option, updating=updating)
         return
     alike = slowest_of(times_of(request, division, role, layer, kinds, k))

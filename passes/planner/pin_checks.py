@@ -75,7 +75,9 @@ def unmet(request: Request, ranks: int, size: int | None = None) -> list[str]:
     """
     asking: dict[tuple[str, str], list[str]] = {}
     for layer, pin in request.pins.items():
-        found = [*_of_its_kind(request, layer, pin), *_of_groups(pin, ranks, size)] or _of_its_place(pin, size)
+        found = [*_of_its_kind(request, layer, pin), *_of_groups(pin, ranks, size)] or _of_its_place(
+            request, layer, pin, size
+        )
         for problem in found:
             asking.setdefault((pin.pattern, problem), []).append(layer)
     return [
@@ -89,8 +91,6 @@ def _of_its_kind(request: Request, layer: str, pin: Pin) -> Iterator[str]:
     owns = any(request.program.tensors[name].parameter for name in request.program.layer(layer).tensors)
     if pin.holding == "sharded" and owns and layer not in request.divisible:
         yield "asks ... to be sharded, but only linear layers, embeddings and normalisations of features can be"
-    if request.gradient_of(layer):
-        yield from sync_named(pin.sync).unlike(request, layer)
 
 
 def _of_groups(pin: Pin, ranks: int, size: int | None) -> Iterator[str]:
@@ -107,11 +107,11 @@ def _of_groups(pin: Pin, ranks: int, size: int | None) -> Iterator[str]:
         yield f"asks for groups of {pin.group} of ... on one rank"
 
 
-def _of_its_place(pin: Pin, size: int | None) -> Iterator[str]:
+def _of_its_place(request: Request, layer: str, pin: Pin, size: int | None) -> Iterator[str]:
     """Yield parts of a pin that contradict its other parts, or the place of the layer."""
     if pin.split is not None and not pin.divides:
         yield f"asks for split {pin.split!r} of ..., which is not sharded; ask for holding 'sharded' as well"
-    yield from sync_named(pin.sync).misplaced(pin, size)
+    yield from sync_named(pin.sync).unmet(request, layer, pin, size)
 
 
 def unmet_in_groups(request: Request, ranks: int, sizes: Iterable[int]) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from splitc.checks.batch_sizes import microbatch_problems
 from splitc.checks.graph import tied_are_replicated
 from splitc.cost_models.memory.memory import exchanged_nbytes
@@ -18,8 +16,8 @@ from splitc.passes.rewriting import lower_unchecked
 
 
 def price_plan(request: Request, plan: Plan) -> PricedPlan:
-    """The plan in the microbatches asked for, with its prices; infeasible where it makes no sense or does not fit."""
-    plan = in_microbatches(request, plan)
+    """The plan in the order asked for, with its prices; infeasible where it makes no sense or does not fit."""
+    plan = request.order.of(plan)
     if why := problems_of(request, plan):
         return PricedPlan(plan.strategy, plan, infeasible_because="; ".join(why), exact=plan.exact)
     try:
@@ -31,14 +29,6 @@ def price_plan(request: Request, plan: Plan) -> PricedPlan:
     return priced_plan(
         request, plan, shortage(roles, plan.ranks_by_roles[roles], need, request.memory_of(request.world), layers)
     )
-
-
-def in_microbatches(request: Request, plan: Plan) -> Plan:
-    """The plan in the microbatches asked for, in place of those of its groups."""
-    if request.microbatches == 1:
-        return plan
-    groups = {role: replace(group, scheme="BK") for role, group in plan.groups.items()}
-    return replace(plan, groups=groups, microbatches=request.microbatches, schedule=request.schedule)
 
 
 def problems_of(request: Request, plan: Plan) -> list[str]:
@@ -67,7 +57,7 @@ def memory_needed(request: Request, program: LoweredProgram) -> tuple[float, dic
 
 def _accumulated_nbytes(request: Request, plan: Plan) -> float:
     """Bytes of the largest gradient of a microbatch before it is added to the sum; 0 with one microbatch."""
-    accumulating = {role for role, grouping in plan.groups.items() if grouping.num_microbatches > 1}
+    accumulating = {role for role, grouping in plan.groups.items() if grouping.turns > 1}
     return max(
         (
             request.gradient(name) / place.num_shards

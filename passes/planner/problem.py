@@ -112,7 +112,7 @@ class Problem:
     memory: float
     filled: frozenset[int]
     wanted: tuple[tuple[str, frozenset[str]], ...] = ()
-    microbatches: int = 1
+    pieces: int = 1
     overlap: bool = True
     accumulate: int = 1
 
@@ -158,7 +158,7 @@ class Problem:
 
         By (1) to (4) a step takes at least the path, and at least the forward and the syncs.
         """
-        m, classes = self.microbatches, len(self.classes)
+        m, classes = self.pieces, len(self.classes)
         crossing = [move.seconds for value in self.values for (s, t), move in value.moves.items() if s[0] != t[0]]
         crosses = min(crossing, default=0.0) if self.filled else 0.0
         path = synced = 0.0
@@ -200,7 +200,7 @@ class Equations:
 
     def step(self) -> Any:
         """The seconds of a step: equations (1) and (2)."""
-        problem, m = self.problem, self.problem.microbatches
+        problem, m = self.problem, self.problem.pieces
         path = [self._scale * (option.computing + option.moving) * x for option, x in self._in()]
         path += [self._scale * value.moves[s, t].seconds * z for value, s, t, z in self.moved]
         load = self.total(self._load(direction) for direction in ("forward", "backward")) if m > 1 else 0
@@ -236,7 +236,7 @@ class Equations:
             syncing = self.total(self._scale * option.syncing * x for option, x in own)
             terms: list[Any] = []
             if left is not None:
-                hidden = self._scale / problem.microbatches if problem.overlap else 0.0
+                hidden = self._scale / problem.pieces if problem.overlap else 0.0
                 terms.append(left - self.total(hidden * option.backward * x for option, x in own) + syncing)
             left = self.highest(f"left[{where},{layer}]", [*terms, syncing] if sends else terms)
         return 0 if left is None else left

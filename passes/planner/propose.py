@@ -38,7 +38,7 @@ def propose(request: Request, asked: Strategy, by_name: bool = False) -> list[Pr
     if why := asked.impossible(request):
         return [infeasible(name, why, exact)]
     unit = asked.in_unit(request)
-    divided = list(dict.fromkeys(_as_asked(each, asked) for each in asked.divisions(unit)))
+    divided = list(dict.fromkeys(replace(each, order=asked.order(each.order)) for each in asked.divisions(unit)))
     busy = [each for each in divided if all(smallest(role.bounds) for role in each.roles)]
     if not busy:
         return [idle(name, divided[0].global_batch, request.world, exact)]
@@ -67,13 +67,6 @@ def _with_copies(
         return whole, rules
     copied = search(request, apart, divided, space)
     return (copied, apart) if copied.found else (whole, rules)
-
-
-def _as_asked(division: Division, asked: Strategy) -> Division:
-    """The division in the microbatches asked for."""
-    if asked.microbatches in (None, 1):
-        return replace(division, microbatches=asked.microbatches or division.microbatches)
-    return replace(division, microbatches=asked.microbatches, schedule=asked.schedule or division.schedule)
 
 
 def _priced(request: Request, asked: Strategy, found: Found, whole: Search) -> PricedPlan:

@@ -25,6 +25,7 @@ from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
 from splitc.ir.shares import share_out
 from splitc.passes.planner.dividing import Divisible, divisible_kinds
+from splitc.passes.planner.order import AT_ONCE, Order
 from splitc.passes.planner.pins import Pin
 from splitc.passes.planner.problem import Option
 
@@ -35,7 +36,7 @@ class Request:
 
     global_batch: examples of a step; None: `program.batch` for each rank that reads.  memory: bytes of a rank; None:
     the device's.  optimizer_copies: copies of the parameters in the optimizer's state.  time_limit: of the search (s).
-    all_reduce: its algorithm, "backend" or "recursive_doubling".  microbatches, schedule: those asked for.
+    all_reduce: its algorithm, "backend" or "recursive_doubling".  order: that is asked for.
     accumulate: batches to an update.
     """
 
@@ -48,8 +49,7 @@ class Request:
     optimizer_copies: int = 1
     time_limit: float = 60.0
     all_reduce: str = "backend"
-    microbatches: int = 1
-    schedule: str = "all_forward"
+    order: Order = AT_ONCE
     accumulate: int = 1
 
     def all_reduce_seconds(self, nbytes: float, *groups: Sequence[int]) -> float:
@@ -158,8 +158,7 @@ class Request:
 
     def live(self, batch: int, later: int = 0) -> int:
         """The most of `batch` examples whose activations a rank keeps at once, with `later` roles after its own."""
-        pieces = min(later + 1, self.microbatches) if self.schedule == "1f1b" or not later else self.microbatches
-        return min(batch, -(-batch // self.microbatches) * pieces)
+        return self.order.live(batch, later)
 
     def layer_memory(self, layer: str, batch: int, summed: bool) -> float:
         """Bytes that a layer needs on a rank; `summed`: its gradient is all-reduced, from a copy."""

@@ -109,9 +109,9 @@ def search(request: Request, rules: CutRules, divided: Iterable[Division], space
     cases: list[_Case] = []
     at_once: dict[tuple[Role, ...], Problem] = {}
     best, bound = 0.0, 0.0
-    for division in sorted(divided, key=lambda each: each.microbatches):
+    for division in sorted(divided, key=lambda each: each.order.pieces):
         if (before := at_once.get(division.roles)) is not None:  # pieces of a batch take no less than all at once
-            least = replace(before, microbatches=division.microbatches).least_seconds()
+            least = replace(before, pieces=division.order.pieces).least_seconds()
             if division.global_batch <= NEAR * best * least:
                 bound = max(bound, division.global_batch / least)
                 continue

@@ -18,6 +18,7 @@ from splitc.ir.placements import ALL_REDUCES, SCHEDULES
 from splitc.ir.plan import Plan
 from splitc.passes.planner.divisions import Division, all_ranks, group_sizes
 from splitc.passes.planner.options import Space
+from splitc.passes.planner.order import Order
 from splitc.passes.planner.pin_checks import PinWords, contradictions, unmet_in_groups
 from splitc.passes.planner.pins import UNPINNED, Pin
 from splitc.passes.planner.priced_plan import PricedPlan
@@ -95,6 +96,12 @@ class Strategy:
     def inserts_norm(self) -> bool:
         """Whether the model is normalised where it needs that, before it is captured."""
         return False
+
+    def order(self, usual: Order) -> Order:
+        """The order that is asked for; `usual`, where none is."""
+        number = self.microbatches or usual.pieces
+        schedule = self.schedule if self.microbatches and number > 1 else None
+        return Order(number, schedule or usual.schedule)
 
     # -- its plans -----------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,14 @@ from splitc.ir.layers import Layer
 from splitc.ir.placements import SYNCS
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
-from splitc.passes.planner.divisions import Busiest, Division
+from splitc.passes.planner.divisions import Division
 from splitc.passes.planner.pins import Pin
 from splitc.passes.planner.problem import Option
 from splitc.passes.planner.registry import STRATEGIES
 from splitc.passes.planner.request import Request
+
+Memory = Callable[[float], float]
+"""Bytes of a layer on a rank with these more."""
 
 
 class Sync:
@@ -30,24 +33,12 @@ class Sync:
         """Compute of a layer on a rank, as a multiple of that with an all-reduce."""
         return 1.0
 
-    def options(
-        self,
-        request: Request,
-        division: Division,
-        role: int,
-        layer: str,
-        kinds: tuple[Busiest, ...],
-        memory: Callable[[float], float],
-    ) -> Iterator[Option]:
-        """Yield the ways to run a layer so in a role without groups.  memory: with more bytes than the layer itself."""
+    def options(self, request: Request, division: Division, role: int, layer: str, memory: Memory) -> Iterator[Option]:
+        """Yield the ways to run a layer so in a role without groups."""
         return iter(())
 
-    def unlike(self, request: Request, layer: str) -> Iterator[str]:
-        """Yield what of a pin the layer itself does not allow; `...` stands for its name."""
-        return iter(())
-
-    def misplaced(self, pin: Pin, size: int | None) -> Iterator[str]:
-        """Yield what other parts of the pin, or groups of `size` ranks, do not allow."""
+    def unmet(self, request: Request, layer: str, pin: Pin, size: int | None) -> Iterator[str]:
+        """Yield why a pin cannot ask for it, of this layer in groups of `size` ranks; `...` stands for the layer."""
         return iter(())
 
     def misfits(self, program: Program, plan: Plan, layer: Layer) -> Iterator[str]:

@@ -67,7 +67,7 @@ def variants(request: Request, division: Division) -> Iterator[Division]:
                 found.setdefault((kinds, what), _shared(moved, numbers))
     for each in list(found.values())[1:]:
         least = min(map(smallest, (role.bounds for role in each.roles)))
-        if least >= 1 and smallest(each.roles[0].bounds) >= division.microbatches:
+        if least >= 1 and smallest(each.roles[0].bounds) >= division.order.pieces:
             yield each
 
 

@@ -69,7 +69,7 @@ def _needs(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Actio
 
 
 def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Action]:
-    role, number = stage.role, program.num_microbatches(stage)
+    role, number = stage.role, program.turns(stage)
     every = program.plan.grouping(role).updates == "every"
     trains = any(program.tensors[name].trainable for name in stage.tensors)
     receives_gradients = any(cut.gradient and cut.value not in stage.inputs for cut in stage.sends)

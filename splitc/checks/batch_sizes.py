@@ -44,7 +44,7 @@ def microbatch_problems(program: Program, plan: Plan) -> Iterator[str]:
     kept = {str(n.all_input_nodes[0].target) for n in stores(program.graph) if not info(n).copied_to_each_stage}
     if plan.rounds and (kept := kept.union(*(own.keeps for _, own in regions(program)))):
         yield f"in rounds units would keep unlike values in {', '.join(sorted(kept)[:4])}, which forward changes"
-    if plan.microbatches == 1:
+    if not plan.in_pieces:
         return
     why = f"microbatches is {plan.microbatches}, but"
     if program.part is not None:
@@ -59,14 +59,14 @@ def _too_few_values(program: LoweredProgram, plan: Plan) -> Iterator[str]:
         for node in (node for node in stage.graph.nodes if normalises_examples(program.root, node)):
             spec = tensor_spec(node)
             for rank in plan.roles[stage.role]:
-                for k in range(plan.num_microbatches(stage.role)):
+                for k in range(plan.turns(stage.role)):
                     if not plan.pieces(stage.role, rank).parts(k):
                         continue  # of a small batch
-                    sizes = plan.microbatch_sizes(stage.role, rank, k)
+                    sizes = plan.sizes_at(stage.role, rank, k)
                     own = plan.batch(stage.role, rank, k) if info(node).state is State.BATCH else sum(sizes)
                     batch, channels, *others = spec.at(own)
                     values = batch * math.prod(others)
-                    if values == 1 or (values == 0 and plan.microbatches > 1):
+                    if values == 1 or (values == 0 and plan.in_pieces):
                         yield (
                             f"{info(node).layer} ({info(node).source}): BatchNorm needs several values of each of its "
                             f"{channels} channels, and rank {rank} ({stage.role}) has {values}"
@@ -78,6 +78,6 @@ def _batch_sizes(plan: Plan) -> dict[int, str]:
     found = {plan.global_batch: "one process, with which training is to agree,"}
     for role, ranks in plan.roles.items():
         for rank in ranks:
-            for k in range(plan.num_microbatches(role)):
-                found.setdefault(sum(plan.microbatch_sizes(role, rank, k)), f"rank {rank} ({role})")
+            for sizes in plan.sizes(role, rank):
+                found.setdefault(sum(sizes), f"rank {rank} ({role})")
     return {size: who for size, who in found.items() if size}

@@ -46,7 +46,7 @@ class CutLines:
     ) -> None:
         self._program, self._rank_program = program, rank_program
         self._training, self._microbatched = training, microbatched
-        self._in_pieces = bool(microbatched) and program.plan.microbatches > 1
+        self._in_pieces = bool(microbatched) and program.plan.in_pieces
         self.comms = comms
         self.tables: dict[str, str] = {}
 
@@ -231,7 +231,7 @@ def common_batch(
     program: PlacedProgram, rank_program: RankProgram, stage: Stage, in_pieces: bool = False
 ) -> int | None:
     """Examples that each rank of `rank_program` has in a role, of the batch or of each piece; None if they differ."""
-    parts = range(program.plan.microbatches) if in_pieces else [None]
+    parts = range(program.plan.turns(stage.role)) if in_pieces else [None]
     batches = {program.plan.batch(stage.role, rank, k) for rank in rank_program.ranks for k in parts}
     return batches.pop() if len(batches) == 1 else None
 

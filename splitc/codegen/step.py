@@ -54,9 +54,7 @@ class StepWriter:
         self._alone = len(roles) == 1
         comms = [*(roles or [SERVER]), *(set(rank_program.roles) & set(receiving(program)) if trained else ())]
         self.stages = [program.stage(role) for role in rank_program.roles if role != SERVER]
-        self._microbatched = {
-            stage.role for stage in self.stages if self._training and program.num_microbatches(stage) > 1
-        }
+        self._microbatched = {stage.role for stage in self.stages if self._training and program.turns(stage) > 1}
         self._first_tied = next((a.value for a in rank_program.actions if a.verb == "all_reduce_tied"), "")
         self._cuts = CutLines(program, rank_program, self._training, self._microbatched, comms)
         lossy = {stage.role for stage in self.stages if stage.has_loss}
@@ -106,7 +104,7 @@ class StepWriter:
     def _body(self, actions: Sequence[Action]) -> list[Line]:
         if not self._microbatched:
             return [line for action in actions for line in self._lines(action)]
-        number = max(self._program.num_microbatches(stage) for stage in self.stages)
+        number = max(self._program.turns(stage) for stage in self.stages)
         cuts = self._cuts
         nest = loop_nest(actions, number, cuts.repeats, cuts.enters_early)
         self._waits |= any(stage.has_loss and stage.role in nest.apart for stage in self.stages)

@@ -67,5 +67,5 @@ class Grouping:
     updates: str = "once"
 
     @property
-    def num_microbatches(self) -> int:
+    def turns(self) -> int:
         return 1 if self.scheme == "BK" else self.size

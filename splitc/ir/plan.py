@@ -199,9 +199,14 @@ class Plan:
         """The ranks of `role` over which the parameters of `rank` are averaged after a round: one of each unit."""
         return tuple(other for other in self.roles[role] if (other - rank) % self.unit_size == 0)
 
-    def num_microbatches(self, role: str) -> int:
-        """In how many pieces a role computes a step's examples."""
-        return self.microbatches if self.microbatches > 1 else self.grouping(role).num_microbatches
+    @property
+    def in_pieces(self) -> bool:
+        """Whether the batch goes through the roles in pieces, one after another."""
+        return self.microbatches > 1
+
+    def turns(self, role: str) -> int:
+        """How often a role runs in a step, each time on a piece of its examples."""
+        return self.microbatches if self.in_pieces else self.grouping(role).turns
 
     def pieces(self, role: str, rank: int) -> Pieces:
         """The pieces in which `rank` computes in `role`."""
@@ -210,19 +215,27 @@ class Plan:
         group, readers = bounds[first : first + grouping.size + 1], self.batch_offsets[self.reader]
         return pieces_of(grouping.scheme, self.microbatches, readers, group)
 
-    def microbatch_sizes(self, role: str, rank: int, microbatch: int) -> tuple[int, ...]:
-        """For each member of the group of `rank`, how many of its examples are in a microbatch."""
-        return tuple(self.batch(role, member, microbatch) for member in self.group(role, rank))
+    def sizes_at(self, role: str, rank: int, turn: int) -> tuple[int, ...]:
+        """For each member of the group of `rank`, how many of its examples a role computes on at once."""
+        return tuple(self.batch(role, member, turn) for member in self.group(role, rank))
+
+    def sizes(self, role: str, rank: int) -> list[tuple[int, ...]]:
+        """The same of each of the role's turns."""
+        return [self.sizes_at(role, rank, k) for k in range(self.turns(role))]
+
+    def own_sizes(self, role: str, rank: int) -> list[int]:
+        """Examples of `rank` itself in each piece of the batch."""
+        return [self.batch(role, rank, k) for k in (range(self.microbatches) if self.in_pieces else [None])]
 
     def peak_batch(self, role: str, rank: int) -> int:
         """The most examples that `rank` computes on at once in `role`: those of its group in the largest microbatch."""
-        return max(sum(self.microbatch_sizes(role, rank, k)) for k in range(self.num_microbatches(role)))
+        return max(map(sum, self.sizes(role, rank)))
 
     def sees_whole_batch(self, layer: str) -> bool:
         """Whether every rank that runs `layer` has all examples of a step, or of its unit, at once."""
         role, state = self.placements[layer].role, self.placements[layer].state
         apart = state == "batch" and self.grouping(role).size > 1
-        return not self.trains_copies(role) and self.num_microbatches(role) == 1 and not apart
+        return not self.trains_copies(role) and self.turns(role) == 1 and not apart
 
     def routes(
         self, rank: int, mine: str, role: str, together: str = "", microbatch: int | None = None

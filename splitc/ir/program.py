@@ -277,13 +277,13 @@ class LoweredProgram(PlacedProgram):
     def stage(self, role: str) -> Stage:
         return next(stage for stage in self.stages if stage.role == role)
 
-    def num_microbatches(self, stage: Stage) -> int:
+    def turns(self, stage: Stage) -> int:
         """Return how often a stage runs in a step: once for each microbatch; those of groups are of the loss."""
-        return self.plan.num_microbatches(stage.role) if stage.has_loss else self.plan.microbatches
+        return self.plan.turns(stage.role) if stage.has_loss else self.plan.microbatches
 
     def travels_whole(self, cut: Cut) -> bool:
         """Return whether a cut moves once in a step, not by microbatch: an input, and all where the step has one."""
-        return self.plan.microbatches == 1 or cut.value in self.stage(cut.producer).inputs
+        return not self.plan.in_pieces or cut.value in self.stage(cut.producer).inputs
 
     def repeats(self, action: Action) -> bool:
         """Return whether an action is done once for each microbatch of its role."""

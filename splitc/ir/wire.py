@@ -148,7 +148,7 @@ def _moved(
 ) -> WireOp | None:
     """Return the collective of a transition in a microbatch; none for one without examples."""
     members = plan.group(action.role, rank)
-    examples = plan.microbatch_sizes(action.role, rank, action.microbatch)
+    examples = plan.sizes_at(action.role, rank, action.microbatch)
     if transition.move not in COLLECTIVES or not any(examples) or len(members) == 1:
         return None
     widths = (b - a for a, b in pairwise(share_out(spec.shape[-1] if spec.shape else 0, len(members))))
@@ -164,7 +164,7 @@ def _moved(
 def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[tuple[fx.Node, WireOp]]:
     """Yield what the nodes of a stage communicate in forward, or in backward, which visits them in reverse."""
     plan, role, backward = program.plan, stage.role, action.row.backward
-    sizes, once = plan.microbatch_sizes(role, rank, action.microbatch), action.row.often is Often.ONCE
+    sizes, once = plan.sizes_at(role, rank, action.microbatch), action.row.often is Often.ONCE
     if not (examples := sum(sizes)) and not once:
         return
     mine = sizes[plan.group(role, rank).index(rank)]

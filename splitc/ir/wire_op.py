@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -52,6 +52,11 @@ class Payload:
     rows: tuple[int, int] = (0, 0)
     more: int = 0
     columns: tuple[int, int] | None = None
+
+    @property
+    def of_any_turn(self) -> Payload:
+        """The same in whichever microbatch."""
+        return replace(self, microbatch=0)
 
     def __str__(self) -> str:
         rows = f"[{', '.join(f'{a}:{b}' for a, b in filter(None, (self.rows, self.columns)))}]"

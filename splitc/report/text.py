@@ -232,12 +232,11 @@ def _norm_groups(program: PlacedProgram) -> str | None:
     for node in program.graph.nodes:
         if node.op == "call_module" and "BatchNorm" in type(program.root.get_submodule(str(node.target))).__name__:
             role = plan.placements[info(node).layer].role
-            parts = range(plan.microbatches) if plan.microbatches > 1 else [None]
-            sizes[role] = tuple(plan.batch(role, rank, k) for rank in plan.roles[role] for k in parts)
+            sizes[role] = tuple(size for rank in plan.roles[role] for size in plan.own_sizes(role, rank))
     if not any(len(groups) > 1 for groups in sizes.values()):
         return None
     listed = "; ".join(f"{role}: {runs(groups)} examples" for role, groups in sizes.items())
-    what = "microbatches" if plan.microbatches > 1 else "batch, as under DDP"
+    what = "microbatches" if plan.in_pieces else "batch, as under DDP"
     return wrap(f"BatchNorm normalises over each rank's own {what} ({listed}).")
 
 

@@ -36,24 +36,24 @@ def make_optimizers(
     factory: OptimizerFactory,
     named: Named,
     whole: Whole,
-    every_microbatch: Mapping[str, Collection[str]],
+    by_role: Mapping[str, Collection[str]],
     divided: Sequence[str],
     is_whole: bool,
 ) -> Made:
-    """Role -> the optimizer that updates its parameters after every microbatch; `STEP` -> that of all others.
+    """Role -> the optimizer that it updates its parameters with itself; `STEP` -> that of all others.
 
     Beside them the one that schedulers follow, of no parameters where this rank updates none once a step, and the
     groups of the whole model.
 
-    whole: the model's parameters, in its order.  every_microbatch: role -> those parameters.  divided: the parameters
+    whole: the model's parameters, in its order.  by_role: role -> those parameters.  divided: the parameters
     of which this rank updates a part only.  is_whole: whether nothing need be known of the update: this rank has the
     whole model, or the user vouches for it.
     Where nothing is trained there is no optimizer.  Raises LaunchError for an optimizer that updates other parameters,
     or reads more of the model than this rank has.
     """
-    role_of = {name: role for role, names in every_microbatch.items() for name in names}
+    role_of = {name: role for role, names in by_role.items() for name in names}
     made: dict[str, tuple[optim.Optimizer, Groups]] = {}
-    for role in (STEP, *every_microbatch):
+    for role in (STEP, *by_role):
         parameters = [(name, parameter) for name, parameter in named if role_of.get(name, STEP) == role]
         if any(parameter.requires_grad for _, parameter in parameters):
             found = None if is_whole else _try(factory, whole, parameters, divided)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from splitc.ir.graph import tensor_spec
@@ -12,14 +12,14 @@ from splitc.ir.placements import SYNCS_OF_A_LAYER
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.passes.planner.cuts import cut_rules
-from splitc.passes.planner.divisions import Busiest, Division, all_ranks
+from splitc.passes.planner.divisions import Division, all_ranks, busiest
 from splitc.passes.planner.options import Space, role_options, slowest_of, times_of
 from splitc.passes.planner.pin_checks import PinWords, no_linear, unmet, unsummed
 from splitc.passes.planner.pins import UNPINNED, Pin
 from splitc.passes.planner.problem import Option
 from splitc.passes.planner.request import Request
 from splitc.passes.planner.strategy import Strategy
-from splitc.passes.planner.syncs import Sync
+from splitc.passes.planner.syncs import Memory, Sync
 
 
 class Late(Sync):
@@ -31,18 +31,11 @@ class Late(Sync):
     def work(self, ranks: int) -> float:
         return 1 + (ranks - 1) / 3  # of the three products, one is of all ranks' examples
 
-    def options(
-        self,
-        request: Request,
-        division: Division,
-        role: int,
-        layer: str,
-        kinds: tuple[Busiest, ...],
-        memory: Callable[[float], float],
-    ) -> Iterator[Option]:
-        if layer not in request.linears or (role and division.microbatches > 1):
+    def options(self, request: Request, division: Division, role: int, layer: str, memory: Memory) -> Iterator[Option]:
+        if layer not in request.linears or (role and division.order.pieces > 1):
             return
         r, uses = division.roles[role], request.linears[layer]
+        kinds = busiest(request, r, division.busy)
         examples, times = r.bounds[-1], times_of(request, division, role, layer, kinds)
         specs = [tensor_spec(node) for use in uses for node in (use.value, use.node)]
         gathered = sum(spec.nbytes(examples) for spec in specs)
@@ -54,12 +47,10 @@ class Late(Sync):
             syncing=request.accumulate * request.all_gather_seconds(gathered, r.ranks), memory=memory(gathered),
         )  # fmt: skip
 
-    def unlike(self, request: Request, layer: str) -> Iterator[str]:
-        if layer not in request.linears:
+    def unmet(self, request: Request, layer: str, pin: Pin, size: int | None) -> Iterator[str]:
+        if request.gradient_of(layer) and layer not in request.linears:
             yield "asks ... to be late-multiplied, but only linear layers of their own weight can be"
-
-    def misplaced(self, pin: Pin, size: int | None) -> Iterator[str]:
-        if pin.grouped:
+        elif pin.grouped:
             yield "asks for groups and for late multiply of ..., but only what all ranks have whole is late-multiplied"
         elif size is None and pin.stage == 1:
             yield "asks for late multiply of ... on one rank, where there is nothing to gather"
@@ -68,7 +59,7 @@ class Late(Sync):
         role, nodes = plan.placements[layer.name].role, {node.name: node for node in program.graph.nodes}
         if role in plan.groups or not any(as_linear(program, nodes[name]) for name in layer.nodes):
             yield f"placements: {layer.name} has sync {NAME!r}, which linear layers in roles without groups have"
-        if plan.microbatches > 1 and not set(plan.batch_offsets[plan.reader]).issuperset(plan.batch_offsets[role]):
+        if plan.in_pieces and not set(plan.batch_offsets[plan.reader]).issuperset(plan.batch_offsets[role]):
             yield (
                 f"microbatches is {plan.microbatches}, but {layer.name} is multiplied late in role {role}, whose ranks "
                 f"divide what one reads, so that some have no examples in a microbatch: take 1, or sync 'all_reduce'"

@@ -21,6 +21,7 @@ from splitc.ir.placements import SYNCS_OF_A_LAYER, Grouping, LayerPlacement
 from splitc.ir.plan import Plan
 from splitc.passes.planner.cuts import CutRules, cut_rules
 from splitc.passes.planner.divisions import FEW, Division, all_ranks, group_sizes
+from splitc.passes.planner.order import Order
 from splitc.passes.planner.pin_checks import PinWords, contradictions, too_small, unmet, unsummed
 from splitc.passes.planner.pins import UNPINNED, Pin
 from splitc.passes.planner.price_plan import price_plan
@@ -62,7 +63,7 @@ class Mixed(Strategy):
             yield pair
             for m in MICROBATCHES[-1 if request.world > FEW else 0 :] if not request.program.in_batch else ():
                 if m <= smallest(pair.roles[0].bounds):
-                    yield replace(pair, microbatches=m)
+                    yield replace(pair, order=Order(m))
 
     def allows(self, option: Option, pin: Pin) -> bool:
         if pin.holding or pin.split:

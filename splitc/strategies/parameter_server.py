@@ -20,7 +20,7 @@ from splitc.ir.plan import SERVER, Plan
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.planner.divisions import counts
 from splitc.passes.planner.pin_checks import PinWords, unsummed
-from splitc.passes.planner.price_plan import in_microbatches, problems_of
+from splitc.passes.planner.price_plan import problems_of
 from splitc.passes.planner.priced_plan import PricedPlan, infeasible, shortage
 from splitc.passes.planner.request import Request, largest, smallest
 from splitc.passes.planner.strategy import Strategy, one_of, whole
@@ -97,7 +97,7 @@ def _priced(request: Request, options: ParameterServer, servers: int) -> PricedP
         overlap=options.overlap is not False,
         all_reduce=request.all_reduce,
     )
-    plan = in_microbatches(request, plan)
+    plan = request.order.of(plan)
     problems += problems_of(request, plan)
     bound = 0.0 if problems or not seconds else plan.global_batch / seconds
     return PricedPlan(NAME, plan, seconds, seconds, bound, infeasible_because="; ".join(problems))

@@ -80,8 +80,8 @@ def _groups(
         compiled = plan.pieces(role, members[0])
         pieces = replace(compiled, bounds=tuple(map(step.moved, compiled.bounds)))
         examples = [step.interval(plan.interval(role, rank)) for rank in members]
-        for microbatch in range(pieces.number):
-            parts = [part for each in examples for part in pieces.examples(each, microbatch)]
+        for k in range(pieces.number):
+            parts = [part for each in examples for part in pieces.examples(each, k)]
             if indices := [index[:, a - start : b - start] for a, b in parts if a < b]:
                 found.append(NormGroup(torch.cat(indices, 1).flatten(), counts=first == 0))
     return found

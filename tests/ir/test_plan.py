@@ -115,19 +115,19 @@ def test_groups_are_consecutive_ranks_and_replicas_hold_the_same_place_in_them()
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_microbatches_of_a_group_are_its_examples_once(scheme: str, size: int) -> None:
     made = in_both(scheme, size)
-    number = made.groups["fc"].num_microbatches
-    assert number == made.num_microbatches("fc") == (1 if scheme == "BK" else size)
+    number = made.groups["fc"].turns
+    assert number == made.turns("fc") == (1 if scheme == "BK" else size)
     for rank in range(4):
-        sizes = [made.microbatch_sizes("fc", rank, k) for k in range(number)]
+        sizes = [made.sizes_at("fc", rank, k) for k in range(number)]
         assert all(len(each) == size for each in sizes)
         assert [sum(own) for own in zip(*sizes, strict=True)] == [made.batch("fc", m) for m in made.group("fc", rank)]
         assert made.peak_batch("fc", rank) == max(map(sum, sizes))
 
 
 def test_the_schemes_take_all_examples_one_members_or_a_part_of_each_members() -> None:
-    assert in_both("BK").microbatch_sizes("fc", 2, 0) == (5, 3)
-    assert in_both("B").microbatch_sizes("fc", 2, 1) == (0, 3)
-    assert in_both("B/K").microbatch_sizes("fc", 2, 1) == (3, 2)
+    assert in_both("BK").sizes_at("fc", 2, 0) == (5, 3)
+    assert in_both("B").sizes_at("fc", 2, 1) == (0, 3)
+    assert in_both("B/K").sizes_at("fc", 2, 1) == (3, 2)
     assert [in_both(scheme).peak_batch("fc", 2) for scheme in SCHEMES] == [8, 5, 5]
 
 

@@ -64,7 +64,7 @@ def random_problem(seed: int, most: int = 400) -> Problem:
         memory=fullest * (rng.uniform(0.2, 0.8) if rng.random() < 0.5 else 2.0),
         filled=frozenset(range(len(ranks))) if rng.random() < 0.4 else frozenset(),
         wanted=rng.choice([(), (), (), *WANTED]),
-        microbatches=rng.randint(1, 4),
+        pieces=rng.randint(1, 4),
         overlap=rng.random() < 0.7,
         accumulate=rng.choice((1, 1, 3)),
     )
@@ -165,7 +165,7 @@ def used_moves(problem: Problem, chosen: Assignment) -> list[tuple[Place, Place,
 
 def step_seconds(problem: Problem, chosen: Assignment) -> float:
     """Equations (1) to (4)."""
-    m, moves, classes = problem.microbatches, used_moves(problem, chosen), set(problem.ranks)
+    m, moves, classes = problem.pieces, used_moves(problem, chosen), set(problem.ranks)
     path = sum(o.forward + o.backward + o.there + o.back for o in chosen.values())
     path += sum(move.there + move.back for _, _, move in moves if move)
     load = 0.0
@@ -188,7 +188,7 @@ def exposed_seconds(problem: Problem, chosen: Assignment, where: int) -> float:
     for option in (each for each in chosen.values() if problem.ranks[each.role] == where):
         sent += option.syncing
         worst = max(worst, sent - hidden)
-        hidden += option.backward / problem.microbatches if problem.overlap else 0.0
+        hidden += option.backward / problem.pieces if problem.overlap else 0.0
     return worst
 
 

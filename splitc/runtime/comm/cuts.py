@@ -35,7 +35,7 @@ class CutComm(Part):
             if peer == self.role.transport.rank:
                 messages.put_local(own, role, part)
             else:
-                messages.send(part, peer, (own, role, self.examples.microbatch))
+                messages.send(part, peer, self.examples.way(role))
 
     def recv(
         self, role: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int = 1, of: str = "batch", to: str = "batch"
@@ -61,7 +61,7 @@ class CutComm(Part):
                 works.append(transport.irecv(part, peer))
 
         def arrived() -> Tensor:
-            messages.answered((own, role, self.examples.microbatch))  # what comes back is made of what was sent
+            messages.answered(self.examples.way(role))  # what comes back is made of what was sent
             return value
 
         return Arriving(AllOf(works), arrived)

@@ -26,17 +26,16 @@ class GradientComm(Part):
         Over microbatches and accumulated batches gradients add up, and are summed over the replicas in the last one.
         """
         role, spec = self.role, self.role.spec
-        if not role.context.is_last or not (self.examples.is_last or spec.updated_every_microbatch):
+        if not self.examples.sums_gradients:
             yield
             return
         if stage not in self.sums:
             self.sums[stage] = GradientSum(stage, buckets, spec.all_reduce)
         ranks = [role.among(bucket[0] in spec.own_sums).ranks for bucket in buckets]
-        later = spec.microbatches > 1  # ranks may wait for what this one sends next before they join
-        with self.sums[stage].while_backward(role.transport, ranks, later):
+        with self.sums[stage].while_backward(role.transport, ranks, self.examples.go_on):
             yield
             role.meanwhile.finish()
-        if later:
+        if self.examples.go_on:  # ranks may wait for what this one sends next before they join
             role.messages.at_end(self.sums[stage].finish)
 
     def summed(self, stage: nn.Module) -> set[nn.Parameter]:

@@ -104,6 +104,21 @@ class Examples:
         return self.microbatch in (None, *self.role.busy[-1:])
 
     @property
+    def sums_gradients(self) -> bool:
+        """Whether what has added up is summed over ranks now: in the last one of an update."""
+        ends = self.is_last or bool(self.role.spec.updated_every_microbatch)
+        return ends and self.role.context.is_last
+
+    @property
+    def go_on(self) -> bool:
+        """Whether other ranks may still wait for what this one sends of later microbatches."""
+        return self.role.spec.microbatches > 1
+
+    def way(self, role: str) -> tuple[str, str, int | None]:
+        """What tells messages to a role from others, and from those of other microbatches."""
+        return self.role.spec.role, role, self.microbatch
+
+    @property
     def own(self) -> Interval:
         """This rank's, first and one past the last."""
         return self.positions(self.role.spec.examples)

@@ -79,7 +79,7 @@ def test_the_random_problems_meet_every_case() -> None:
         assert any(each.ranks == wanted for each in possible), wanted
     for case in ("together", "tied", "filled", "wanted"):
         assert sum(bool(getattr(each, case)) for each in possible) >= 2, case
-    assert {each.microbatches for each in possible} == {1, 2, 3, 4}
+    assert {each.pieces for each in possible} == {1, 2, 3, 4}
     assert {each.overlap for each in possible} == {True, False}
     binding = sum("eq11" in broken_equations(each, chosen) for each in possible for chosen in assignments(each))
     assert binding >= 100
