@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.errors import PlacementError, bullets
 from splitc.ir.cluster import Cluster
+from splitc.ir.decode import at_least, decode
 from splitc.ir.disk_cache import digest_of, is_off, keep, recall
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.placements import Placement
@@ -37,6 +38,8 @@ from splitc.passes.planner.request import Request
 from splitc.passes.planner.search import NEAR
 from splitc.passes.planner.strategy import Strategy, strategy_named
 
+_COUNT, _COPIES = Annotated[int, at_least(1)], Annotated[int, at_least(0)]
+_LIMITS = {"world": _COUNT, "global_batch": _COUNT | None, "accumulate": _COUNT, "optimizer_copies": _COPIES}
 _NOT_READ = ("graph", "root", "evaluation", "outputs")  # of a program; the text of its graph is
 _EXACT = 1e-6  # a smaller gap is none
 _EQUAL = 0.03  # of a step, for which no batches are accumulated
@@ -153,15 +156,9 @@ class Place(Pass[Program, PlacedProgram]):
 
     def problems(self) -> list[str]:
         """What is wrong with the request whatever the model: one line each."""
-        found = []
-        for what in ("world", "global_batch", "accumulate"):
-            value = getattr(self, what)
-            if value is not None and (type(value) is not int or value < 1):
-                found.append(f"{what} is {value!r}; it must be a whole number of at least 1")
+        found = list(map(str, decode(_LIMITS, {what: getattr(self, what) for what in _LIMITS})[1]))
         if self.memory is not None and not self.memory > 0:
             found.append(f"memory is {self.memory!r}; it must be more than 0 bytes")
-        if self.optimizer_copies < 0:
-            found.append(f"optimizer_copies is {self.optimizer_copies}; it must be at least 0")
         most = self.cluster.world
         if most is not None and self.world > most:
             found.append(f"{self.world} ranks were asked for, but cluster {self.cluster.name} has {most} devices")

@@ -10,10 +10,11 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Annotated
 
 from splitc.errors import PlacementError, bullets
-from splitc.ir.names import near_name
-from splitc.ir.placements import HOLDINGS, SPLITS, STATES, SYNCS, Placement
+from splitc.ir.decode import decode, hints_of, one_of
+from splitc.ir.placements import Placement
 from splitc.ir.roles import ROLES, STAGE_OF_ROLE
 
 
@@ -87,21 +88,9 @@ def quote_layers(layers: Sequence[str]) -> str:
 
 def unknown_words(pin: Placement) -> list[str]:
     """The parts of a pin that no model and no strategy knows: one line each."""
-    wrong = [
-        f"there is no {part} {value!r}; there are {', '.join(known)}; {near_name(str(value), known)}".rstrip("; ")
-        for part, value, known in (
-            ("role", pin.role, ROLES),
-            ("holding", pin.holding, HOLDINGS),
-            ("sync", pin.sync, SYNCS),
-            ("split", pin.split, SPLITS),
-            ("state", pin.state, STATES),
-            ("arrives", pin.arrives, STATES),
-        )
-        if value is not None and value not in known
-    ]
-    if pin.group is not None and (type(pin.group) is not int or pin.group < 1):
-        wrong.append(f"group is {pin.group!r}; it must be a whole number of at least 1")
-    return wrong
+    parts = {**hints_of(Placement), "role": Annotated[str, one_of(*ROLES)] | None}
+    _, problems = decode(parts, {part: getattr(pin, part) for part in parts})
+    return [str(problem) for problem in problems]
 
 
 def _near(pattern: str, layers: Sequence[str]) -> str:

@@ -7,12 +7,13 @@ divisions of the world, in the space of what it allows; a strategy may propose p
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import Field, asdict, dataclass, fields, replace
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from splitc.errors import PlacementError
+from splitc.ir.decode import at_least, decode, hints_of, one_of
 from splitc.ir.names import near_name
 from splitc.ir.placements import ALL_REDUCES, SCHEDULES
 from splitc.ir.plan import Plan
@@ -26,30 +27,8 @@ from splitc.passes.planner.problem import Option
 from splitc.passes.planner.registry import STRATEGIES, name_and_options
 from splitc.passes.planner.request import Request
 
-
-@dataclass(frozen=True)
-class _Valid:
-    """What an option may be, if it is given: a test of it, and the same in words."""
-
-    holds: Callable[[Any], bool]
-    must: str
-
-
-def whole(least: int, default: int | None = None) -> Any:
-    """An option that is a whole number of at least `least`."""
-    valid = _Valid(lambda value: type(value) is int and value >= least, f"a whole number of at least {least}")
-    return field(default=default, metadata={"valid": valid})
-
-
-def number() -> Any:
-    """An option that is a number."""
-    return field(default=None, metadata={"valid": _Valid(lambda value: type(value) in (int, float), "a number")})
-
-
-def one_of(*known: object) -> Any:
-    """An option that is one of these values."""
-    valid = _Valid(lambda value: value in known, f"one of {', '.join(map(str, known))}")
-    return field(default=None, metadata={"valid": valid})
+Count = Annotated[int, at_least(1)]
+Flag = Annotated[bool, one_of(True, False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +51,14 @@ class Strategy:
     compares: ClassVar[bool] = False
     spans: ClassVar[bool] = False
     pins: ClassVar[PinWords] = PinWords()
-    all_reduce: str | None = one_of(*ALL_REDUCES)
-    sync_batchnorm: bool | None = one_of(True, False)
-    microbatches: int | None = whole(1)
-    schedule: str | None = one_of(*SCHEDULES)
+    all_reduce: Annotated[str, one_of(*ALL_REDUCES)] | None = None
+    sync_batchnorm: Flag | None = None
+    microbatches: Count | None = None
+    schedule: Annotated[str, one_of(*SCHEDULES)] | None = None
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            value, valid = getattr(self, option.name), option.metadata.get("valid")
-            if value is not None and valid is not None and not valid.holds(value):
-                raise PlacementError(f"{self.name}: {option.name} is {value!r}; it must be {valid.must}")
+        if problems := decode(hints_of(type(self)), asdict(self))[1]:
+            raise PlacementError(f"{self.name}: {'; '.join(map(str, problems))}")
 
     def __str__(self) -> str:
         options = [f"{f.name}={getattr(self, f.name)}" for f in options_of(self) if getattr(self, f.name) is not None]

@@ -9,6 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Annotated
+
+from splitc.ir.decode import Keys, Limit, at_least, more_than
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _PRODUCTS = ("matmul", "conv", "attention")  # with one efficiency of their FLOPs, and one (`_moved`) of their bytes
@@ -21,6 +24,14 @@ _FALLBACK = {  # the op class whose efficiency is used if a class has none
     "conv": "matmul",
     "attention": "matmul",
 }
+
+_Name = Annotated[str, Limit(bool, "of at least one letter")]
+_Positive = Annotated[float, more_than(0)]
+_NotNegative = Annotated[float, at_least(0)]
+_Fraction = Annotated[float, more_than(0, most=1)]
+_Count = Annotated[int, at_least(1)]
+_RANKS = Limit(lambda ranks: ranks and all(type(rank) is int and rank >= 0 for rank in ranks), "of ranks, as [2, 3]")
+_TABLES = Limit(lambda tables: True, "of tables; write [[unlike]] over each")
 
 
 @dataclass(frozen=True)
@@ -35,14 +46,14 @@ class Device:
     overlap: fraction of the smaller of an op's arithmetic and memory time that is hidden behind the larger.
     """
 
-    name: str
-    flop_rate: Mapping[str, float]
-    memory_bandwidth: float
-    memory: float
-    efficiency: Mapping[str, float]
-    launch: float
-    conv_launch: float = 0.0
-    overlap: float = 1.0
+    name: _Name
+    flop_rate: Annotated[Mapping[str, _Positive], Keys(DTYPES), Limit(bool, "of rates in FLOP/s")]
+    memory_bandwidth: _Positive
+    memory: _Positive
+    efficiency: Annotated[Mapping[str, _Fraction], Keys(EFFICIENCIES, needed=("matmul", "memory"))]
+    launch: _NotNegative
+    conv_launch: _NotNegative = 0.0
+    overlap: Annotated[float, at_least(0, most=1)] = 1.0
 
     def efficiency_of(self, op: str, backward: bool = False) -> float:
         """Efficiency of an op class: its own, else that of its forward, else that of its fallback class."""
@@ -73,8 +84,8 @@ class Rate:
     Rounds and bytes are those of the ring algorithm.
     """
 
-    bandwidth: float
-    latency: float
+    bandwidth: _Positive
+    latency: _NotNegative
 
 
 @dataclass(frozen=True)
@@ -88,12 +99,12 @@ class Link:
     collectives: measured rates of `COLLECTIVES`; one that is missing is priced as messages on the link.
     """
 
-    bandwidth: float
-    latency: float
+    bandwidth: _Positive
+    latency: _NotNegative
     duplex: bool = True
     shared: bool = False
-    processor: float = 0.0
-    collectives: Mapping[str, Rate] = field(default_factory=dict)
+    processor: _NotNegative = 0.0
+    collectives: Annotated[Mapping[str, Rate], Keys(COLLECTIVES, flat=True)] = field(default_factory=dict)
 
     def with_bandwidth(self, bandwidth: float) -> Link:
         """The same link at another bandwidth (bytes/s); measured collectives in proportion."""
@@ -110,7 +121,7 @@ class Link:
 class Unlike:
     """Ranks whose device or link differs from that of the others."""
 
-    ranks: tuple[int, ...]
+    ranks: Annotated[tuple[int, ...], _RANKS]
     device: Device
     link: Link
 
@@ -126,16 +137,16 @@ class Cluster:
     core; each of n computing ranks has cores / n of it, at most one, and 1/n of the memory.
     """
 
-    name: str
+    name: _Name
     device: Device
     link: Link
-    world: int | None = None
+    world: _Count | None = None
     ranks_share_device: bool = False
     source: str = ""
-    cores: int = 1
+    cores: _Count = 1
     local_link: Link | None = None
-    ranks_per_host: int | None = None
-    unlike: tuple[Unlike, ...] = ()
+    ranks_per_host: _Count | None = None
+    unlike: Annotated[tuple[Unlike, ...], _TABLES] = ()
 
     # -- devices -------------------------------------------------------------------------------------------------------
 

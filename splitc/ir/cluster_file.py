@@ -44,21 +44,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import sys
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import tomli_w
 
 from splitc.errors import CostError, bullets
-from splitc.ir.cluster import COLLECTIVES, DTYPES, EFFICIENCIES, Cluster, Device, Link, Rate, Unlike
-from splitc.ir.names import near_name
+from splitc.ir.cluster import COLLECTIVES, Cluster, Device
+from splitc.ir.decode import Problem, decode, hints_of
 
 _HEADER = "# Units: FLOP/s, bytes/s, bytes and seconds.\n"
-_REQUIRED = ("matmul", "memory")
 
 
 def to_toml(cluster: Cluster) -> str:
@@ -109,153 +106,51 @@ def parse_cluster(text: str, where: str) -> Cluster:
 
 def from_data(data: Mapping[str, Any], where: str) -> Cluster:
     """The cluster that the tables of a file describe; raises as `parse_cluster`."""
-    problems: list[str] = []
-    top = _Table(data, "", problems)
-    local = _link(top.table("local_link")) if "local_link" in data else None
-    if ("local_link" in data) != ("ranks_per_host" in data):
-        problems.append("local_link and ranks_per_host belong together: give both, or neither")
-    if local is not None and local.shared:
-        problems.append("local_link.shared is true; give the bandwidth that a rank has while all of its host send")
-    cluster = Cluster(
-        name=top.name(),
-        device=_device(top.table("device")),
-        link=_link(top.table("link")),
-        world=top.count("world", None),
-        ranks_share_device=top.flag("ranks_share_device", False),
-        source=top.value("source", lambda value: isinstance(value, str), "a text", ""),
-        cores=top.count("cores", 1),
-        local_link=local,
-        ranks_per_host=top.count("ranks_per_host", None),
-        unlike=tuple(_unlike(table, top) for table in top.tables("unlike")),
-    )
-    ranks = [rank for each in cluster.unlike for rank in each.ranks]
-    if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
-        problems.append(f"unlike names ranks more than once: {', '.join(map(str, twice))}")
-    if cluster.world is not None and any(rank >= cluster.world for rank in ranks):
-        problems.append(f"unlike names rank {max(ranks)}; the cluster has ranks 0 to {cluster.world - 1}")
-    top.refuse_others(*_keys(Cluster))
+    unlike = data.get("unlike", ())
+    if isinstance(unlike, list | tuple):
+        data = {**data, "unlike": [_inheriting(each, data) for each in unlike]} if unlike else data
+    values, found = decode(hints_of(Cluster), data, needed=("name", "device", "link"))
+    usual = {(problem.path, problem.what) for problem in found}
+    new = [each for each in found if each.path[0] != "unlike" or (each.path[2:], each.what) not in usual]
+    problems = [*map(_told, new), *_sense(data, values)]
     if problems:
-        raise CostError(bullets(f"{where} does not describe a cluster:", list(dict.fromkeys(problems))))
-    return cluster
+        raise CostError(bullets(f"{where} does not describe a cluster:", problems))
+    unlike = tuple(replace(each, ranks=tuple(sorted(each.ranks))) for each in values.get("unlike", ()))
+    return Cluster(**{**values, "unlike": unlike})
 
 
-def _keys(kind: type) -> list[str]:
-    return [each.name for each in fields(kind) if each.name != "collectives"]
+def _inheriting(table: Any, data: Mapping[str, Any]) -> Any:
+    """A table of `unlike` with what it does not give of the device and link of the other ranks."""
+    if not isinstance(table, Mapping):
+        return table
+    inherited = {}
+    for key in ("device", "link"):
+        usual, own = data.get(key), table.get(key, {})
+        if isinstance(usual, Mapping) and isinstance(own, Mapping):
+            measured = COLLECTIVES if key == "link" and {"bandwidth", "latency"} & own.keys() else ()
+            inherited[key] = {name: value for name, value in usual.items() if name not in measured} | {**own}
+    return {**table, **inherited}
 
 
-def _device(table: _Table) -> Device:
-    rates, efficiency = table.table("flop_rate"), table.table("efficiency")
-    if not rates.data:
-        table.problems.append(
-            f"{table.path}flop_rate has no number; give flop_rate.float32 in FLOP/s, or measure it with "
-            f"`splitc calibrate`"
-        )
-    table.refuse_others(*_keys(Device))
-    rates.refuse_others(*DTYPES)
-    efficiency.refuse_others(*EFFICIENCIES)
-    parts = [op for op in EFFICIENCIES if op in _REQUIRED or op in efficiency.data]
-    return Device(
-        name=table.name(),
-        flop_rate={dtype: rates.number(dtype) for dtype in DTYPES if dtype in rates.data},
-        memory_bandwidth=table.number("memory_bandwidth"),
-        memory=table.number("memory"),
-        efficiency={op: efficiency.number(op, most=1.0) for op in parts},
-        launch=table.number("launch", zero=True),
-        conv_launch=table.number("conv_launch", zero=True, default=0.0),
-        overlap=table.number("overlap", zero=True, most=1.0, default=1.0),
-    )
+def _told(problem: Problem) -> str:
+    """`device.memory is missing; measure it with ...`."""
+    path, what = problem
+    named = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+    if what.startswith("is missing") and path[-1] not in ("name", "ranks"):
+        rate = "; give flop_rate.float32 in FLOP/s, or" if path[-1] == "flop_rate" else ";"
+        what = f"is missing{rate} measure it with `splitc calibrate`"
+    return f"{named} {what}"
 
 
-def _link(table: _Table) -> Link:
-    table.refuse_others(*_keys(Link), *COLLECTIVES)
-    measured = {name: table.table(name) for name in COLLECTIVES if name in table.data}
-    for each in measured.values():
-        each.refuse_others("bandwidth", "latency")
-    return Link(
-        bandwidth=table.number("bandwidth"),
-        latency=table.number("latency", zero=True),
-        duplex=table.flag("duplex", True),
-        shared=table.flag("shared", False),
-        processor=table.number("processor", zero=True, default=0.0),
-        collectives={
-            name: Rate(each.number("bandwidth"), each.number("latency", zero=True)) for name, each in measured.items()
-        },
-    )
-
-
-def _unlike(table: _Table, top: _Table) -> Unlike:
-    """The device and link of some ranks: those of the other ranks, with what the table gives in their place."""
-    ranks = table.data.get("ranks")
-    if not isinstance(ranks, list) or not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
-        table.problem("ranks", f"is {ranks!r}; it must be a list of ranks, as [2, 3]")
-        ranks = []
-    table.refuse_others("ranks", "device", "link")
-    usual = {key: top.data[key] if isinstance(top.data.get(key), dict) else {} for key in ("device", "link")}
-    own = {key: table.table(key).data for key in usual}
-    if "bandwidth" in own["link"] or "latency" in own["link"]:
-        usual["link"] = {key: value for key, value in usual["link"].items() if key not in COLLECTIVES}
-    found: list[str] = []
-    merged = _Table({key: {**usual[key], **own[key]} for key in usual}, table.path, found)
-    device, link = _device(merged.table("device")), _link(merged.table("link"))
-    table.problems += [line for line in found if line.removeprefix(table.path) not in table.problems]
-    return Unlike(tuple(sorted(ranks)), device, link)
-
-
-class _Table:
-    """One table of the file.  Its problems go to the list that all tables of the file share."""
-
-    def __init__(self, data: Mapping[str, Any], path: str, problems: list[str]) -> None:
-        self.data, self.path, self.problems = data, path, problems
-
-    def problem(self, key: str, what: str) -> None:
-        self.problems.append(f"{self.path}{key} {what}")
-
-    def value(self, key: str, valid: Callable[[Any], bool], expected: str, default: Any) -> Any:
-        """The valid value of `key`; `default` where it is not given, or not valid, which is a problem."""
-        if key not in self.data or valid(self.data[key]):
-            return self.data.get(key, default)
-        self.problem(key, f"is {self.data[key]!r}; it must be {expected}")
-        return default
-
-    def table(self, key: str) -> _Table:
-        data = self.value(key, lambda value: isinstance(value, dict), "a table of numbers", {})
-        return _Table(data, f"{self.path}{key}.", self.problems)
-
-    def tables(self, key: str) -> list[_Table]:
-        value = self.data.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            self.problem(key, f"is {value!r}; write [[{key}]] over each table of it")
-            return []
-        return [_Table(each, f"{self.path}{key}[{k}].", self.problems) for k, each in enumerate(value)]
-
-    def number(self, key: str, zero: bool = False, most: float = math.inf, default: float = math.nan) -> float:
-        """A finite number > 0, with `zero` >= 0, and <= `most`.  Without a default it must be given."""
-        if key not in self.data and math.isnan(default):
-            self.problem(key, "is missing; measure it with `splitc calibrate`")
-        value: float = self.value(key, _is_finite, "a finite number", default)
-        if value < 0 or (value == 0 and not zero) or value > most:
-            least = "at least 0" if zero else "more than 0"
-            self.problem(key, f"is {value!r}; it must be {least}{'' if most == math.inf else f' and at most {most:g}'}")
-        return float(value)
-
-    def name(self) -> str:
-        if "name" not in self.data:
-            self.problem("name", "is missing; it must be a text")
-        return str(self.value("name", lambda value: isinstance(value, str) and value != "", "a text", ""))
-
-    def flag(self, key: str, default: bool) -> bool:
-        return bool(self.value(key, lambda value: isinstance(value, bool), "true or false", default))
-
-    def count(self, key: str, default: Any) -> Any:
-        return self.value(key, lambda value: type(value) is int and value >= 1, "a whole number of at least 1", default)
-
-    def refuse_others(self, *known: str) -> None:
-        for key in self.data:
-            if key not in known:
-                hint = near_name(key, known).strip() or f"known are {', '.join(known)}"
-                self.problem(key, f"is an unknown key; {hint}")
-
-
-def _is_finite(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
+def _sense(data: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    """Values that contradict each other."""
+    local, world = values.get("local_link"), values.get("world")
+    ranks = [rank for each in values.get("unlike", ()) for rank in each.ranks]
+    if ("local_link" in data) != ("ranks_per_host" in data):
+        yield "local_link and ranks_per_host belong together: give both, or neither"
+    if local is not None and local.shared:
+        yield "local_link.shared is true; give the bandwidth that a rank has while all of its host send"
+    if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
+        yield f"unlike names ranks more than once: {', '.join(map(str, twice))}"
+    if world is not None and any(rank >= world for rank in ranks):
+        yield f"unlike names rank {max(ranks)}; the cluster has ranks 0 to {world - 1}"

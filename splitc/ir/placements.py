@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from splitc.ir.decode import at_least, one_of
 
 HOLDINGS = ("replicated", "sharded", "subnet")
 SYNCS = ("all_reduce", "late_multiply", "parameter_server", "average", "none")
@@ -28,12 +31,12 @@ class Placement:
     """
 
     role: str | None = None
-    holding: str | None = None
-    sync: str | None = None
-    group: int | None = None
-    split: str | None = None
-    state: str | None = None
-    arrives: str | None = None
+    holding: Annotated[str, one_of(*HOLDINGS)] | None = None
+    sync: Annotated[str, one_of(*SYNCS)] | None = None
+    group: Annotated[int, at_least(1)] | None = None
+    split: Annotated[str, one_of(*SPLITS)] | None = None
+    state: Annotated[str, one_of(*STATES)] | None = None
+    arrives: Annotated[str, one_of(*STATES)] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class LayerPlacement(Placement):
     """
 
     role: str = field()
-    holding: str = field()
-    sync: str = field()
+    holding: Annotated[str, one_of(*HOLDINGS)] = field()
+    sync: Annotated[str, one_of(*SYNCS)] = field()
 
     @property
     def num_shards(self) -> int:
@@ -62,9 +65,9 @@ class Grouping:
     updates: "once" after all microbatches (exact), or "every" microbatch one (the paper's K updates, approximate).
     """
 
-    size: int
-    scheme: str = "B/K"
-    updates: str = "once"
+    size: Annotated[int, at_least(1)]
+    scheme: Annotated[str, one_of(*SCHEMES)] = "B/K"
+    updates: Annotated[str, one_of(*UPDATES)] = "once"
 
     @property
     def turns(self) -> int:

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 from splitc.errors import LaunchError
-from splitc.ir.placements import Grouping, LayerPlacement
-from splitc.ir.plan_defaults import completed
-from splitc.ir.prediction import PREDICTION_KEYS, Candidate, Prediction
+from splitc.ir.decode import Limit, Problem, at_least, hints_of, one_of
+from splitc.ir.placements import ALL_REDUCES, SCHEDULES, Grouping, LayerPlacement
+from splitc.ir.plan_defaults import KEYS, read_decision
+from splitc.ir.prediction import Candidate, Prediction
 from splitc.runtime.pieces import Pieces, pieces_of
 from splitc.runtime.spec import Rounds
 
@@ -25,6 +26,8 @@ SERVER = "server"
 """The role of ranks that hold parameters of layers with sync "parameter_server": it runs no layers."""
 
 _ALONE = Grouping(1, "BK")
+_MOST_RANKS = 100_000
+_ROLES = Limit(bool, 'of the ranks of each role, as {"trunk": [0, 1], "head": [2]}')
 
 
 @dataclass(frozen=True)
@@ -48,22 +51,22 @@ class Plan:
     """
 
     strategy: str
-    world: int
-    roles: Mapping[str, tuple[int, ...]]
+    world: Annotated[int, at_least(1, _MOST_RANKS)]
+    roles: Annotated[Mapping[str, tuple[int, ...]], _ROLES]
     placements: Mapping[str, LayerPlacement]
     batch_offsets: Mapping[str, tuple[int, ...]]
-    microbatches: int = 1
-    schedule: str = "all_forward"
+    microbatches: Annotated[int, at_least(1)] = 1
+    schedule: Annotated[str, one_of(*SCHEDULES)] = "all_forward"
     groups: Mapping[str, Grouping] = field(default_factory=dict)
     servers: tuple[int, ...] = ()
     overlap: bool = True
-    all_reduce: str = "backend"
+    all_reduce: Annotated[str, one_of(*ALL_REDUCES)] = "backend"
     synchronised: bool = False
     exact: bool = True
     model: str = ""
     rounds: Rounds | None = None
     insert_norm: bool = False
-    accumulate: int = 1
+    accumulate: Annotated[int, at_least(1)] = 1
     prediction: Prediction = field(default_factory=Prediction, compare=False, repr=False)
     part_of: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -288,26 +291,24 @@ class Plan:
         model.  Raises LaunchError when the text is no plan of this version.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
-            if data.pop("schema") != 1:
-                raise LaunchError("plan.json was written by another splitc, with another schema than 1; compile again")
-            data = completed(data)
-            decision = {key: value for key, value in data.items() if key not in (*PREDICTION_KEYS, "hash")}
-            bounds = decision.pop("examples")
-            return cls(
-                **{
-                    **decision,
-                    "roles": {role: tuple(ranks) for role, ranks in data["roles"].items()},
-                    "batch_offsets": {role: tuple(offsets) for role, offsets in bounds.items()},
-                    "placements": {name: LayerPlacement(**place) for name, place in data["placements"].items()},
-                    "groups": {role: Grouping(**group) for role, group in data.get("groups", {}).items()},
-                    "servers": tuple(data.get("servers", ())),
-                    "rounds": Rounds(**data["rounds"]) if data.get("rounds") else None,
-                    "prediction": Prediction.from_dict(data),
-                }
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            data: dict[str, Any] = dict(json.loads(text))
+            schema = data["schema"]
+        except (ValueError, KeyError, TypeError) as error:
             raise LaunchError(f"this is not a plan of splitc: {error}; compile the model again") from error
+        if schema != 1:
+            raise LaunchError("plan.json was written by another splitc, with another schema than 1; compile again")
+        plan, problems = cls.from_dict(data)
+        if problems:
+            wrong = "; ".join(map(str, problems))
+            raise LaunchError(f"this is not a plan of splitc: {wrong}; compile the model again")
+        return plan
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> tuple[Plan, list[Problem]]:
+        """The plan that the values of a plan.json make, as far as they can be read, and what is wrong with them."""
+        decision, problems = read_decision(hints_of(cls), data)
+        prediction, of_prediction = Prediction.from_dict(data)
+        return cls(**decision, prediction=prediction), [*problems, *of_prediction]
 
     @cached_property
     def decision(self) -> dict[str, Any]:
@@ -321,7 +322,7 @@ class Plan:
         for name, usual in (("rounds", None), ("insert_norm", False), ("schedule", "all_forward"), ("accumulate", 1)):
             if decided[name] == usual:
                 del decided[name]
-        return {"examples" if name == "batch_offsets" else name: value for name, value in decided.items()}
+        return {KEYS.get(name, name): value for name, value in decided.items()}
 
     @property
     def hash(self) -> str:

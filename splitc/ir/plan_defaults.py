@@ -1,36 +1,59 @@
-"""Fill in what a plan.json leaves out where the rest of it implies it, so that a person can write one."""
+"""Read the decisions of a plan.json, and fill in what the rest of it implies, so that a person can write one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from splitc.ir.decode import Problem, decode
+from splitc.ir.placements import LayerPlacement, Placement
+from splitc.ir.prediction import PREDICTION_KEYS
 from splitc.ir.shares import serve, share_out
 
+KEYS = {"batch_offsets": "examples"}
+"""Fields of a plan that have another name in plan.json."""
 
-def completed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of a plan with its strategy, roles, examples and all parts of its placements.
+
+def read_decision(hints: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """The fields of a plan that decide, of the data of a plan.json, and what is wrong with them.  hints: of its fields.
+
+    A placement that cannot be read leaves out its layer, any other value its whole key.
+    """
+    by_key = {KEYS.get(name, name): hint for name, hint in hints.items() if name not in ("prediction", "part_of")}
+    by_key["placements"] = Mapping[str, Placement | str]
+    own = {key: value for key, value in data.items() if key not in ("schema", "hash", *PREDICTION_KEYS)}
+    needed = ("world", "roles") if "placements" in own else ("world",)
+    values, problems = decode(dict(sorted(by_key.items())), own, needed)
+    unsound = {problem.path[0] for problem in problems if problem.path[0] != "placements"}
+    return completed({key: value for key, value in values.items() if key not in unsound}), problems
+
+
+def completed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a plan, of those that a plan.json gives.
 
     One role, `all`, has every rank.  The first role shares a step's examples evenly, and others serve its ranks; where
     none are given, `UsePlan` takes the model's example for each reader.  A placement may be the name of its role alone.
     """
-    data = {**data, "roles": data.get("roles") or {"all": list(range(data["world"]))}}
-    bounds, roles = data.get("examples") or {}, data["roles"]
+    fields = {"strategy": "by_hand", "world": 1, "placements": {"*": Placement()}, **given}
+    roles = fields["roles"] = given.get("roles") or {"all": tuple(range(fields["world"]))}
+    bounds = fields.pop("examples", {})
     total, readers = next((each[-1] for each in bounds.values() if each), 0), len(next(iter(roles.values())))
-    first = tuple(bounds.get(next(iter(roles)), ())) or share_out(total, readers or 1)
-    even = {role: list(serve(first, len(ranks))) for role, ranks in roles.items() if total and ranks}
-    placements = {name: _placement(place, data) for name, place in data.get("placements", {"*": {}}).items()}
-    return {"strategy": "by_hand", **data, "examples": {**even, **bounds}, "placements": placements}
+    first = bounds.get(next(iter(roles))) or share_out(total, readers or 1)
+    even = {role: tuple(serve(first, len(ranks))) for role, ranks in roles.items() if total and ranks}
+    fields["placements"] = {name: _placement(place, fields) for name, place in fields["placements"].items()}
+    return {**fields, "batch_offsets": {**even, **bounds}}
 
 
-def _placement(place: str | Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    roles, rounds = data["roles"], data.get("rounds")
-    given = {"role": place} if isinstance(place, str) else {k: value for k, value in place.items() if value is not None}
-    role = given.get("role", next(iter(roles)) if len(roles) == 1 else None)
-    size = data.get("groups", {}).get(role, {}).get("size", 1)
-    holding = given.get("holding", "sharded" if {"split", "group"} & given.keys() else "replicated")
-    together = min(len(roles.get(role, ())), rounds.get("unit", 1) if rounds else data["world"])
-    alone = 1 if holding == "replicated" and given.get("state") == "batch" else size
+def _placement(place: str | Placement, fields: Mapping[str, Any]) -> LayerPlacement:
+    roles, rounds, groups = fields["roles"], fields.get("rounds"), fields.get("groups", {})
+    place = Placement(role=place) if isinstance(place, str) else place
+    role = place.role or (next(iter(roles)) if len(roles) == 1 else None)
+    size = groups[role].size if role in groups else 1
+    holding = place.holding or ("sharded" if place.split or place.group else "replicated")
+    together = min(len(roles.get(role, ())), rounds.unit if rounds else fields["world"])
+    alone = 1 if holding == "replicated" and place.state == "batch" else size
     sync = "all_reduce" if together > alone else "average" if rounds else "none"
-    own = {"group": size} if holding == "sharded" and size > 1 else {}
-    return {"role": role, "holding": holding, "sync": sync, **own, **given}
+    group = size if holding == "sharded" and size > 1 else None
+    usual = {"role": role, "holding": holding, "sync": sync, "group": group}
+    return LayerPlacement(**{**usual, **{part: value for part, value in asdict(place).items() if value is not None}})

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
+from splitc.ir.decode import Problem, decode, hints_of
 from splitc.runtime.transport.phases import Phases
 
 
@@ -73,15 +74,12 @@ class Prediction:
         return {KEYS.get(name, name): value for name, value in asdict(replace(self, all=None)).items() if name != "all"}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
-        """The inverse of `to_dict`; keys of other names are ignored."""
-        values = {each.name: data[key] for each in fields(cls) if (key := KEYS.get(each.name, each.name)) in data}
-        values["priced"] = tuple(
-            Candidate(**{**each, "roles": {role: tuple(ranks) for role, ranks in each.get("roles", {}).items()}})
-            for each in data.get("candidates", ())
-        )
-        values["phases"] = tuple(Phases(**each) for each in data.get("predicted", ()))
-        return cls(**values)
+    def from_dict(cls, data: Mapping[str, Any]) -> tuple[Prediction, list[Problem]]:
+        """The inverse of `to_dict`, and what cannot be read; keys of other names are ignored."""
+        names = {KEYS.get(each.name, each.name): each.name for each in fields(cls) if each.name != "all"}
+        hints = {key: hints_of(cls)[name] for key, name in names.items()}
+        values, problems = decode(hints, {key: value for key, value in data.items() if key in names})
+        return cls(**{names[key]: value for key, value in values.items()}), problems
 
 
 KEYS = {"layer_seconds": "seconds", "phases": "predicted", "priced": "candidates"}

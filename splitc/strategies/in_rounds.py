@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Annotated
 
 from splitc.errors import PlacementError
+from splitc.ir.decode import at_least
 from splitc.ir.plan import Plan
 from splitc.ir.rounds import rounds_problems
 from splitc.passes.planner.divisions import Division
 from splitc.passes.planner.request import Request, largest
-from splitc.passes.planner.strategy import Strategy, number, one_of, whole
+from splitc.passes.planner.strategy import Count, Flag, Strategy
 from splitc.runtime.spec import Rounds
 
 
@@ -24,13 +26,13 @@ class InRounds(Strategy):
     through: "peers", or a "server", the ranks of the first unit (SplitBrain 4).
     """
 
-    period: int | None = whole(1)
-    outer_lr: float | None = number()
-    outer_momentum: float | None = number()
-    nesterov: bool | None = one_of(True, False)
-    fragments: int | None = whole(1)
-    delay: int | None = whole(0)
-    mixing: float | None = number()
+    period: Count | None = None
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    nesterov: Flag | None = None
+    fragments: Count | None = None
+    delay: Annotated[int, at_least(0)] | None = None
+    mixing: float | None = None
     through: str | None = None
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from splitc.passes.planner.pin_checks import PinWords
 from splitc.passes.planner.price_plan import price_plan
 from splitc.passes.planner.priced_plan import PricedPlan, infeasible
 from splitc.passes.planner.request import Request
-from splitc.passes.planner.strategy import Strategy, one_of, whole
+from splitc.passes.planner.strategy import Count, Flag, Strategy
 from splitc.runtime.spec import Rounds
 
 
@@ -33,8 +33,8 @@ class IndependentSubnets(Strategy):
     exact = False
     compared = False
     pins = PinWords(syncs=("average", "none"))
-    local_steps: int = whole(1, default=8)
-    insert_norm: bool | None = one_of(True, False)
+    local_steps: Count = 8
+    insert_norm: Flag | None = None
 
     @property
     def inserts_norm(self) -> bool:

@@ -6,14 +6,21 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
+from typing import Annotated
 
 from splitc.errors import PlacementError
+from splitc.ir.decode import Limit
 from splitc.ir.roles import MAX_STAGES
 from splitc.ir.shares import serve
 from splitc.passes.planner.divisions import FEW, Division, Role, counts, group_sizes
 from splitc.passes.planner.pin_checks import PinWords, unmet_in_groups
 from splitc.passes.planner.request import Request
-from splitc.passes.planner.strategy import Strategy, whole
+from splitc.passes.planner.strategy import Count, Strategy
+
+_RANKS = Limit(
+    lambda text: bool(re.fullmatch(r"[1-9]\d*(\+[1-9]\d*)+", text)),
+    "of how many ranks each role has, as in ranks=4+2+1",
+)
 
 
 @dataclass(frozen=True)
@@ -25,9 +32,9 @@ class LayerSeparation(Strategy):
 
     name = "layer_separation"
     pins = PinWords(stages=MAX_STAGES, divides=True)
-    n_c: int | None = whole(1)
-    n_f: int | None = whole(1)
-    ranks: str | None = None
+    n_c: Count | None = None
+    n_f: Count | None = None
+    ranks: Annotated[str, _RANKS] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,10 +42,6 @@ class LayerSeparation(Strategy):
             return
         if self.n_c is not None or self.n_f is not None:
             raise PlacementError("layer_separation: ranks says how many each role has; leave n_c and n_f out")
-        if not isinstance(self.ranks, str) or not re.fullmatch(r"[1-9]\d*(\+[1-9]\d*)+", self.ranks):
-            raise PlacementError(
-                f"layer_separation: ranks is {self.ranks!r}; write how many each role has, as in ranks=4+2+1"
-            )
 
     @property
     def sizes(self) -> tuple[int, ...]:

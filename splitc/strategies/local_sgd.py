@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from splitc.errors import PlacementError
 from splitc.passes.planner.pin_checks import PinWords, unreplicated
 from splitc.passes.planner.request import Request
-from splitc.passes.planner.strategy import whole
+from splitc.passes.planner.strategy import Count
 from splitc.strategies.in_rounds import InRounds
 
 
@@ -19,7 +19,7 @@ class LocalSGD(InRounds):
     exact = False
     compared = False
     pins = PinWords(syncs=("average", "none"))
-    period: int = whole(1, default=8)
+    period: Count = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from splitc.ir.decode import at_least, one_of
 from splitc.ir.graph import tensor_spec
 from splitc.ir.placements import SCHEMES, UPDATES
 from splitc.passes.planner.cuts import cut_rules, following
@@ -14,7 +16,6 @@ from splitc.passes.planner.pin_checks import PinWords, no_linear, unmet_in_group
 from splitc.passes.planner.pins import Pin
 from splitc.passes.planner.problem import Option, Place
 from splitc.passes.planner.request import Request, largest
-from splitc.passes.planner.strategy import one_of, whole
 from splitc.strategies.in_rounds import InRounds
 
 
@@ -29,9 +30,9 @@ class ModuloShard(InRounds):
 
     name = "modulo_shard"
     pins = PinWords(stages=2, divides=True)
-    mp: int | None = whole(2)
-    scheme: str | None = one_of(*SCHEMES)
-    updates: str | None = one_of(*UPDATES)
+    mp: Annotated[int, at_least(2)] | None = None
+    scheme: Annotated[str, one_of(*SCHEMES)] | None = None
+    updates: Annotated[str, one_of(*UPDATES)] | None = None
 
     @property
     def is_exact(self) -> bool:

@@ -23,7 +23,7 @@ from splitc.passes.planner.pin_checks import PinWords, unsummed
 from splitc.passes.planner.price_plan import problems_of
 from splitc.passes.planner.priced_plan import PricedPlan, infeasible, shortage
 from splitc.passes.planner.request import Request, largest, smallest
-from splitc.passes.planner.strategy import Strategy, one_of, whole
+from splitc.passes.planner.strategy import Count, Flag, Strategy
 from splitc.runtime.servers.parameter_server import COALESCED_BELOW
 
 NAME = "parameter_server"
@@ -39,9 +39,9 @@ class ParameterServer(Strategy):
 
     name = NAME
     pins = PinWords(role="worker", syncs=(NAME, "none"))
-    servers: int | None = whole(1)
-    beside: bool | None = one_of(True, False)
-    overlap: bool | None = one_of(True, False)
+    servers: Count | None = None
+    beside: Flag | None = None
+    overlap: Flag | None = None
 
     def searches(self, by_name: bool) -> Sequence[bool]:
         return ()

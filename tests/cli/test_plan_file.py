@@ -73,10 +73,10 @@ def test_a_name_counts_before_a_pattern_and_a_later_pattern_before_an_earlier_on
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"world": None}, "world is None; it must be a whole number"),
     ({"world": "3"}, "world is '3'; it must be a whole number"),
-    ({"world": 0}, "world is 0; it must be at least 1 and at most 100000 ranks"),
+    ({"world": 0}, "world is 0; it must be a whole number of at least 1 and at most 100000"),
     ({"world": 2}, "roles: head has rank 2, but the world has ranks 0 to 1"),
     ({"roles": None}, "roles is None; it must be a table"),
-    ({"roles": {}}, 'roles is missing; give the ranks of each role, as {"trunk": [0, 1], "head": [2]}'),
+    ({"roles": {}}, 'roles is {}; it must be a table of the ranks of each role, as {"trunk": [0, 1], "head": [2]}'),
     ({"roles": {"trunk": [0, 1], "head": 2}}, "roles: head is 2; it must be a list"),
     ({"roles": {"trunk": [0, 0], "head": [2]}}, "roles: trunk has a rank twice"),
     ({"roles": {"trunk": [0, "1"], "head": [2]}}, "roles: trunk: number 1 is '1'; it must be a whole number"),
@@ -95,14 +95,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"placements": {"*": {"role": "trunk", "sync": "allreduce"}}},
-        "placements: * has sync 'allreduce'; did you mean all_reduce? there are all_reduce, late_multiply",
+        "placements: *: sync is 'allreduce'; did you mean all_reduce? it must be one of all_reduce, late_multiply",
     ),
     ({"placements": {"*": {"role": "trunk", "sync": "parameter_server"}}}, "but servers is empty"),
     ({"placements": {"*": "trunk", "second": {"role": "head", "group": 2}}}, "groups has nothing for its role 'head'"),
     ({"microbatch": 2}, "microbatch is an unknown key; did you mean microbatches? there are accumulate, all_reduce"),
     ({"microbatches": 5}, "microbatches is 5, but a rank of trunk reads 4 examples: take at most 4"),
     ({"microbatches": 2.5}, "microbatches is 2.5; it must be a whole number"),
-    ({"schedule": "f1b1"}, "schedule is 'f1b1'; did you mean 1f1b? there are all_forward, 1f1b"),
+    ({"schedule": "f1b1"}, "schedule is 'f1b1'; did you mean 1f1b? it must be one of all_forward, 1f1b"),
     ({"examples": {"trunk": [0, 4], "head": [0, 4]}}, "examples: trunk is [0, 4]; by roles it must be 3 bounds"),
     ({"groups": {"haed": {"size": 2}}}, "groups: there is no role 'haed'; did you mean head?"),
     ({"rounds": {"step": 2}}, "rounds: step is an unknown key; did you mean steps?"),
@@ -138,13 +138,13 @@ def test_broken_json_is_told_by_line_and_column(text: str, message: str, capsys:
 
 def test_mistakes_of_all_kinds_are_told_at_once(capsys: Capture) -> None:
     wrong = {"world": 2, "microbtches": 2, "schedule": "f1b1", "servers": ["x"], "overlap": 1}
-    places = {"first": {"role": "trnk", "sync": "gossip"}, "second": {"role": "head", "group": "two"}}
+    places = {"first": {"role": "trunk", "sync": "gossip"}, "second": {"role": "head", "group": "two"}}
     write({**SHORT, **wrong, "placements": places})
     refused(
         capsys,
         "inspect net.py --plan mine.json -q",
         *("microbtches is an unknown key", "second: group is 'two'", "number 0 is 'x'", "overlap is 1", "'f1b1'"),
-        *("head has rank 2", "first has role 'trnk'", "first has sync 'gossip'"),
+        *("head has rank 2", "first: sync is 'gossip'"),
     )
 
 

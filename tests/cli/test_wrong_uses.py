@@ -93,11 +93,11 @@ OPTIONS = [
     ("inspect net.py --world 2 --pin first", "--pin first: write PATTERN=PLACEMENT, for example --pin "),
     ("inspect net.py --world 2 --pin =fc", "write PATTERN=PLACEMENT"),
     ("inspect net.py --world 2 --pin first=", "write PATTERN=PLACEMENT"),
-    ("inspect net.py --world 2 --pin first=haed", "--pin first=haed: there is no role 'haed'; there are all, worker"),
+    ("inspect net.py --world 2 --pin first=haed", "--pin first=haed: role is 'haed'; did you mean head?"),
     ("inspect net.py --world 2 --pin first=holdng:sharded", "there is no part 'holdng'; did you mean holding?"),
-    ("inspect net.py --world 2 --pin first=holding:shard", "no holding 'shard'; there are replicated, sharded"),
-    ("inspect net.py --world 2 --pin first=sync:gossip", "no sync 'gossip'; there are all_reduce, late_multiply"),
-    ("inspect net.py --world 2 --pin first=split:cols", "no split 'cols'; there are columns, rows"),
+    ("inspect net.py --world 2 --pin first=holding:shard", "holding is 'shard'; did you mean sharded?"),
+    ("inspect net.py --world 2 --pin first=sync:gossip", "sync is 'gossip'; it must be one of all_reduce, late"),
+    ("inspect net.py --world 2 --pin first=split:cols", "split is 'cols'; did you mean columns?"),
     ("inspect net.py --world 2 --pin first=group:two", "group is 'two'; it must be a whole number of at least 1"),
     ("inspect net.py --world 2 --pin first=group:0", "--pin first=group:0: group is 0; it must be a whole number"),
     ("inspect net.py --world 2 --pin first=group:-2", "group is -2; it must be a whole number"),
@@ -180,7 +180,7 @@ PLANS = [
     ("--world 2 --strategy layer_separation(n_c=2,n_f=1)", "n_c = 2 and n_f = 1 are 3 ranks, but the world has 2"),
     ("--world 2 --strategy layer_separation(n_c=2)", "n_c = 2 leaves no rank of 2 for the other role"),
     ("--world 2 --pin frist=fc", "pin 'frist' matches no layer; near it are first"),
-    ("--world 2 --pin first=haed", "there is no role 'haed'; there are all, worker, conv, fc"),
+    ("--world 2 --pin first=haed", "role is 'haed'; did you mean head? it must be one of all, worker, conv, fc"),
     ("--world 2 --strategy data_parallel --pin first=fc", "pin 'first' asks for role 'fc'"),
     ("--world 2 --pin first=all --pin second=fc", "no strategy has a plan for 2 ranks"),
     ("--world 2 --strategy layer_separation --pin first=fc --pin second=conv", "keeps to the pins: first is pinned by"),
@@ -341,10 +341,10 @@ EDITS: list[tuple[Callable[[dict[str, object]], None], str]] = [
     (a_rank_twice, "roles: trunk has a rank twice"),
     (lose_examples, "examples: the roles differ in the global batch"),
     (bounds_that_shrink, "it must be 3 bounds that grow from 0"),
-    (unknown_holding, "first has holding 'halved'; did you mean sharded? there are replicated, sharded, subnet"),
-    (placed(split="diagonal"), "first has split 'diagonal'; there are columns, rows"),
+    (unknown_holding, "first: holding is 'halved'; did you mean sharded? it must be one of replicated, sharded"),
+    (placed(split="diagonal"), "first: split is 'diagonal'; it must be one of columns, rows"),
     (placed(splits="rows"), "placements: first: splits is an unknown key; did you mean split?"),
-    (placed(sync="gossip"), "first has sync 'gossip'; there are all_reduce, late_multiply, parameter_server, average"),
+    (placed(sync="gossip"), "first: sync is 'gossip'; it must be one of all_reduce, late_multiply, parameter_server"),
     (placed(sync="parameter_server"), "first has sync 'parameter_server', but servers is empty"),
     (placed(holding="sharded"), "first is sharded, but groups has nothing for its role 'trunk'"),
     (
@@ -357,11 +357,11 @@ EDITS: list[tuple[Callable[[dict[str, object]], None], str]] = [
     (groups(trunk=2), "groups: trunk is 2; it must be a table of size, scheme, updates"),
     (groups(trunk={"scheme": "B"}), "groups: trunk: size is missing"),
     (groups(trunk=pair(sizes=2)), "groups: trunk: sizes is an unknown key; did you mean size?"),
-    (groups(trunk=pair(size=0)), "groups: trunk has size 0; it must be a whole number of at least 1"),
+    (groups(trunk=pair(size=0)), "groups: trunk: size is 0; it must be a whole number of at least 1"),
     (groups(trunk=pair(size="2")), "groups: trunk: size is '2'; it must be a whole number"),
     (groups(trunk=pair(size=3)), "groups: trunk has groups of 3, which do not divide its 2 ranks"),
-    (groups(trunk=pair(scheme="KB")), "groups: trunk has scheme 'KB'; there are BK, B, B/K"),
-    (groups(trunk=pair(updates="never")), "groups: trunk has updates 'never'; there are once, every"),
+    (groups(trunk=pair(scheme="KB")), "groups: trunk: scheme is 'KB'; it must be one of BK, B, B/K"),
+    (groups(trunk=pair(updates="never")), "groups: trunk: updates is 'never'; did you mean every?"),
     (groups(trunk=pair(scheme="BK")), "groups: trunk reads the data, which no group does; let a role before it read"),
     (
         placed(
@@ -376,7 +376,7 @@ EDITS: list[tuple[Callable[[dict[str, object]], None], str]] = [
     (placed(servers=[3]), "servers: there is no rank 3, the world has ranks 0 to 2"),
     (placed(servers=[-1]), "servers: there is no rank -1, the world has ranks 0 to 2"),
     (placed(servers=[2, 2]), "servers: a rank is there twice"),
-    (placed(all_reduce="ring"), "all_reduce is 'ring'; there are backend, recursive_doubling"),
+    (placed(all_reduce="ring"), "all_reduce is 'ring'; it must be one of backend, recursive_doubling"),
     (placed(overlap=1), "overlap is 1; it must be true or false"),
     (placed(synchronised="yes"), "synchronised is 'yes'; it must be true or false"),
     (placed(exact=None), "exact is None; it must be true or false"),
@@ -407,7 +407,7 @@ def test_all_that_is_wrong_with_a_plan_is_told_at_once(build: Path, capsys: Capt
     a_rank_twice(plan)
     placed(groups={"head": pair()}, servers=[7], split="diagonal", holding="halved")(plan)
     (build / "plan.json").write_text(json.dumps(plan))
-    messages = "a rank twice", "do not divide its 1 ranks", "no rank 7", "split 'diagonal'", "holding 'halved'"
+    messages = "a rank twice", "do not divide its 1 ranks", "no rank 7", "split is 'diagonal'", "holding is 'halved'"
     refused(capsys, "run build", *messages)
 
 

@@ -174,11 +174,11 @@ def test_all_problems_are_told_at_once() -> None:
     assert "link.bandwidth is missing" in message
     assert "link.bandwith is an unknown key; did you mean bandwidth?" in message
     assert "extra is an unknown key" in message
-    assert "device.launch is -1; it must be at least 0" in message
+    assert "device.launch is -1; it must be a finite number of at least 0" in message
 
 
 SENSELESS = [
-    ("^memory = .*$", "memory = 0", "device.memory is 0; it must be more than 0"),
+    ("^memory = .*$", "memory = 0", "device.memory is 0; it must be a finite number of more than 0"),
     ("^memory = .*$", "memory = true", "device.memory is True; it must be a finite number"),
     ("^memory = .*$", "memory = inf", "device.memory is inf; it must be a finite number"),
     ("^memory = .*$", f"memory = 1{'0' * 400}", "it must be a finite number"),
@@ -186,11 +186,11 @@ SENSELESS = [
     ("^efficiency.matmul.*$", "efficiency.matmul = 1.5", "more than 0 and at most 1"),
     ("^efficiency.memory.*$", "efficiency.memory = 1\nefficiency.convs = 1", "did you mean conv?"),
     ("^flop_rate.*$", "flop_rate.float31 = 1e9", "did you mean float32?"),
-    ("^flop_rate.*$", "", "device.flop_rate has no number; give flop_rate.float32 in FLOP/s, or measure it with"),
+    ("^flop_rate.*$", "", "device.flop_rate is missing; give flop_rate.float32 in FLOP/s, or measure it with"),
     ("^flop_rate.*$", "flop_rate = 3", "device.flop_rate is 3; it must be a table"),
     ("^duplex.*$", "duplex = 1", "link.duplex is 1; it must be true or false"),
     ("^shared.*$", 'shared = "no"', "link.shared is 'no'; it must be true or false"),
-    ("^processor.*$", "processor = -1", "link.processor is -1; it must be at least 0"),
+    ("^processor.*$", "processor = -1", "link.processor is -1; it must be a finite number of at least 0"),
     ("^processor.*$", "allreduce.latency = 1", "link.allreduce is an unknown key; did you mean all_reduce?"),
     ("^processor.*$", "all_reduce.latncy = 1", "link.all_reduce.latncy is an unknown key; did you mean latency?"),
     ("^processor.*$", "all_reduce = 1", "link.all_reduce is 1; it must be a table"),
@@ -200,7 +200,7 @@ SENSELESS = [
     ("^name = .*$(?=\nsource)", "", "name is missing; it must be a text"),
     ("^name = .*$(?=\nsource)", 'name = ""', "name is ''; it must be a text"),
     ("^source = .*$", "source = 3", "source is 3; it must be a text"),
-    (r"^\[link\]$", "[[link]]", "it must be a table of numbers"),
+    (r"^\[link\]$", "[[link]]", "it must be a table of bandwidth, latency, duplex, shared, processor, all_reduce, "),
 ]
 
 
@@ -223,8 +223,8 @@ def test_hosts_need_a_link_and_a_number_of_ranks() -> None:
 def test_unlike_ranks_that_make_no_sense_are_refused() -> None:
     text = edited("^ranks_share.*$", "world = 4")
     for tables, problem in (
-        ("[unlike]\nranks = [1]", "write [[unlike]] over each table of it"),
-        ("[[unlike]]\ndevice.memory = 1e9", "unlike[0].ranks is None; it must be a list of ranks, as [2, 3]"),
+        ("[unlike]\nranks = [1]", "it must be a list of tables; write [[unlike]] over each"),
+        ("[[unlike]]\ndevice.memory = 1e9", "unlike[0].ranks is missing; it must be a list of ranks, as [2, 3]"),
         ("[[unlike]]\nranks = 3", "unlike[0].ranks is 3; it must be a list of ranks"),
         ("[[unlike]]\nranks = []", "unlike[0].ranks is []; it must be a list of ranks"),
         ("[[unlike]]\nranks = [-1]", "unlike[0].ranks is [-1]; it must be a list of ranks"),
@@ -232,11 +232,14 @@ def test_unlike_ranks_that_make_no_sense_are_refused() -> None:
         ("[[unlike]]\nranks = [1, 1]", "unlike names ranks more than once: 1"),
         ("[[unlike]]\nranks = [1, 2]\n[[unlike]]\nranks = [2, 0, 1]", "unlike names ranks more than once: 1, 2"),
         ("[[unlike]]\nranks = [2, 4]", "unlike names rank 4; the cluster has ranks 0 to 3"),
-        ("[[unlike]]\nranks = [2]\ndevice = 3", "unlike[0].device is 3; it must be a table of numbers"),
+        ("[[unlike]]\nranks = [2]\ndevice = 3", "unlike[0].device is 3; it must be a table of name, flop_rate"),
         ("[[unlike]]\nranks = [2]\nlink.bandwdth = 3", "unlike[0].link.bandwdth is an unknown key; did you mean"),
-        ("[[unlike]]\nranks = [2]\ndevice.memory = -3", "unlike[0].device.memory is -3; it must be more than 0"),
+        (
+            "[[unlike]]\nranks = [2]\ndevice.memory = -3",
+            "unlike[0].device.memory is -3; it must be a finite number of more",
+        ),
         ("[[unlike]]\nranks = [2]\ndevice.efficiency.conv = 1", "unlike[0].device.efficiency.matmul is missing"),
-        ("[[unlike]]\nranks = [2]\nmemory = 3", "unlike[0].memory is an unknown key; known are ranks, device, link"),
+        ("[[unlike]]\nranks = [2]\nmemory = 3", "unlike[0].memory is an unknown key; there are ranks, device, link"),
         ("[[unlike]]\nrank = [2]", "unlike[0].rank is an unknown key; did you mean ranks?"),
     ):
         assert problem in refused(f"{text}\n{tables}\n")

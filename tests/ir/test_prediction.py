@@ -23,13 +23,13 @@ PREDICTION = Prediction(
 
 
 def test_a_prediction_reads_back_from_json() -> None:
-    assert Prediction.from_dict(json.loads(json.dumps(PREDICTION.to_dict()))) == PREDICTION
+    assert Prediction.from_dict(json.loads(json.dumps(PREDICTION.to_dict()))) == (PREDICTION, [])
 
 
 def test_the_file_keeps_its_keys_and_ignores_others() -> None:
     data = PREDICTION.to_dict()
     assert tuple(data) == PREDICTION_KEYS and {"seconds", "predicted"} <= data.keys()
-    assert Prediction.from_dict({**data, "of_a_later_version": 1}) == PREDICTION
+    assert Prediction.from_dict({**data, "of_a_later_version": 1}) == (PREDICTION, [])
 
 
 def test_the_slowest_rank_is_the_simulated_step() -> None:

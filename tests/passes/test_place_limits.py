@@ -86,8 +86,8 @@ def test_pins_that_cannot_be_followed_are_told_all_at_once() -> None:
         place(separable(), 4, pins=pins)
     message = str(error.value)
     assert "pin 'fc3' matches no layer; near it are fc" in message
-    assert "there is no role 'cnov'; there are all, worker, conv, fc" in message
-    assert "there is no sync 'sometimes'" in message
+    assert "role is 'cnov'; did you mean conv? it must be one of all, worker, conv, fc" in message
+    assert "sync is 'sometimes'" in message
 
 
 def test_pins_that_contradict_the_strategy_are_refused() -> None:

@@ -182,7 +182,7 @@ def test_the_actions_tell_which_fragment_travels_when() -> None:
 def test_options_without_sense_are_refused() -> None:
     for options, why in (
         ("outer_lr=0", "outer_lr is 0; it must be more than 0"),
-        ("outer_lr=fast", "outer_lr is 'fast'; it must be a number"),
+        ("outer_lr=fast", "outer_lr is 'fast'; it must be a finite number"),
         ("outer_momentum=1", "outer_momentum is 1; it must be at least 0 and less than 1"),
         ("nesterov=True", "nesterov is a rule for momentum, but outer_momentum is 0"),
         ("fragments=9", "9 fragments cannot take turns in 8 updates; take 1 to 8"),
