@@ -11,17 +11,18 @@ import argparse
 import logging
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from splitc.capture.insert_norms import with_norms
 from splitc.cli.alone import runs_alone
 from splitc.cli.model_file import ModelFile, load_model
+from splitc.cli.names import Attempts
 from splitc.cli.plan_file import read_plan_file
 from splitc.cli.progress import Step
 from splitc.codegen.build_folder import WEIGHTS
@@ -44,8 +45,6 @@ from splitc.passes.place import Place
 from splitc.passes.planner.pins import contradicted, unknown_words
 from splitc.passes.planner.strategy import in_microbatches, parse_strategy
 from splitc.report.what_if import advice
-
-T = TypeVar("T")
 
 _PIN = "--pin 'classifier.*=fc' or --pin 'classifier.1=holding:sharded,group:2'"
 
@@ -113,28 +112,17 @@ def _analysed(file: ModelFile, verbose: bool, settings: Settings, now: Progress,
 
 def _settings(args: argparse.Namespace) -> Settings:
     """The options other than the model.  Raises with all problems at once, before anything is imported."""
-    problems: list[SplitcError] = []
-
-    def attempt(parse: Callable[[], T]) -> T | None:
-        try:
-            return parse()
-        except SplitcError as error:
-            problems.append(error)
-            return None
-
+    attempts = Attempts()
     if args.world is None:
-        problems.append(PlacementError("say how many ranks: --world 4 (or give a plan: --plan plan.json)"))
-    strategy = attempt(lambda: in_microbatches(parse_strategy(args.strategy), args.microbatches))
-    pins = attempt(lambda: parse_pins(args.pin))
-    autocast = attempt(lambda: parse_autocast(args.autocast))
-    cluster = attempt(lambda: _cluster(args.cluster, args.quiet, measure=not problems))
+        attempts.problems.append(PlacementError("say how many ranks: --world 4 (or give a plan: --plan plan.json)"))
+    strategy = attempts.result(lambda: in_microbatches(parse_strategy(args.strategy), args.microbatches))
+    pins = attempts.result(parse_pins, args.pin)
+    autocast = attempts.result(parse_autocast, args.autocast)
+    cluster = attempts.result(_cluster, args.cluster, args.quiet, not attempts.problems)
     if strategy is not None and cluster is not None and args.world is not None:
         place = Place(cluster, args.world, strategy, global_batch=args.global_batch, memory=args.memory)
-        problems += map(PlacementError, place.problems())
-    if len(problems) > 1:
-        raise LaunchError(bullets("this cannot be started:", map(str, problems)))
-    if problems:
-        raise problems[0]
+        attempts.problems += map(PlacementError, place.problems())
+    attempts.end()
     return Settings(
         args.world,
         args.global_batch,

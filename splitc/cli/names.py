@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from splitc.cost_models.clusters.files import THIS_MACHINE, cluster_files
 from splitc.errors import CaptureError, LaunchError, SplitcError, bullets
 from splitc.ir.names import near_name
 from splitc.passes.planner.registry import name_and_options
+
+T = TypeVar("T")
 
 FORM = "a model is given as path/model.py[:name] or package.module:name"
 
@@ -22,24 +24,36 @@ def check_names(args: argparse.Namespace) -> None:
     models = asked.get("models") or [asked["model"]] if {"model", "models"} & asked.keys() else []
     if not models or asked.get("pin") or asked.get("autocast"):
         return
-    problems: list[SplitcError] = []
-
-    def attempt(check: Callable[[], object]) -> None:
-        try:
-            check()
-        except SplitcError as error:
-            problems.append(error)
-
+    attempts = Attempts()
     if "strategy" in asked:
-        attempt(lambda: name_and_options(args.strategy))
+        attempts.result(name_and_options, args.strategy)
     if args.cluster not in (None, THIS_MACHINE):
-        attempt(lambda: cluster_files(args.cluster))
+        attempts.result(cluster_files, args.cluster)
     for model in models:
-        attempt(partial(model_name, model))
-    if len(problems) > 1:
-        raise LaunchError(bullets("this cannot be started:", map(str, problems)))
-    if problems:
-        raise problems[0]
+        attempts.result(model_name, model)
+    attempts.end()
+
+
+class Attempts:
+    """Reads what options say one after the other, so that all that is wrong is told at once."""
+
+    def __init__(self) -> None:
+        self.problems: list[SplitcError] = []
+
+    def result(self, read: Callable[..., T], *given: Any) -> T | None:
+        """What `read` makes of it; None where that fails."""
+        try:
+            return read(*given)
+        except SplitcError as error:
+            self.problems.append(error)
+            return None
+
+    def end(self) -> None:
+        """Raise what went wrong: the one error, or a LaunchError that lists several."""
+        if len(self.problems) > 1:
+            raise LaunchError(bullets("this cannot be started:", map(str, self.problems)))
+        for problem in self.problems:
+            raise problem
 
 
 def model_name(argument: str) -> tuple[Path | None, str, str]:

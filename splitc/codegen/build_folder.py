@@ -30,10 +30,15 @@ def require_writable(folder: Path) -> None:
         what = "is not a folder" if not there.is_dir() else "cannot be written to"
         raise LaunchError(f"cannot write {folder}: {there} {what}; give another folder with -o")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / WEIGHTS).is_file():
-        raise LaunchError(
-            f"{folder} is not empty and is no build of splitc, or lost its {WEIGHTS}, which tells what splitc wrote; "
-            f"give another folder, nothing was written"
-        )
+        raise no_build(folder)
+
+
+def no_build(folder: Path) -> LaunchError:
+    """The error that a folder is no build, and may be written over by none."""
+    return LaunchError(
+        f"{folder} is not empty and is no build of splitc, or lost its {WEIGHTS}, which tells what splitc wrote; give "
+        f"another folder, nothing was written"
+    )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from splitc.codegen.build_folder import WEIGHTS, replaced, require_writable
+from splitc.codegen.build_folder import WEIGHTS, no_build, replaced, require_writable
 from splitc.errors import LaunchError, bullets
 from splitc.ir.program import Program
 from splitc.ir.regions import regions
@@ -55,10 +55,7 @@ def _require_unedited(folder: Path) -> None:
     try:
         written: Mapping[str, str] = torch.load(folder / WEIGHTS, weights_only=True, mmap=True)["files"]
     except Exception as error:
-        raise LaunchError(
-            f"{folder} is not empty and is no build of splitc, or lost its {WEIGHTS}, which tells what splitc wrote; "
-            f"give another folder, nothing was written"
-        ) from error
+        raise no_build(folder) from error
     there = [path for path in sorted(folder.rglob("*")) if not path.is_dir() and "__pycache__" not in path.parts]
     problems = []
     for path in there:

@@ -19,6 +19,7 @@ from splitc.ir.prediction import Candidate
 from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import WireOp
+from splitc.runtime.transport.collective import Collective
 
 
 def as_json(program: LoweredProgram) -> dict[str, Any]:
@@ -155,4 +156,4 @@ class Figures:
 
 def _ring(nbytes: float, ranks: int) -> float:
     """Bytes that one rank sends in a ring all-reduce."""
-    return 2 * (ranks - 1) / ranks * nbytes
+    return Collective.ALL_REDUCE.sent(nbytes, nbytes, ranks)
