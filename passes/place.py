@@ -105,7 +105,9 @@ class Place(Pass[Program, PlacedProgram]):
         several = self._simulated(request, self.strategy.compares)
         priced = tuple(map(fastest, several))
         chosen = self._choose(priced)
-        while self.fits is not None and not (chosen.plan is None or self.fits(request.program, chosen.plan)):
+        while self.fits is not None and not (
+            chosen.plan is None or self.fits(request.program, self._whole(chosen.plan))
+        ):
             left = [rest for few in several if (rest := [each for each in few if each is not chosen])]
             if not any(each.feasible and each.exact >= chosen.exact for few in left for each in few):
                 break  # none is left: what is short is told when the plan is compiled
@@ -113,7 +115,7 @@ class Place(Pass[Program, PlacedProgram]):
             chosen = self._choose(priced)
         chosen = _with_fewest_batches(request, chosen)
         assert chosen.plan is not None, "a feasible strategy has a plan"
-        plan = replace(chosen.plan, model=self.model, synchronised=bool(self.strategy.sync_batchnorm))
+        plan = self._whole(chosen.plan)
         bound = max(each.bound for each in priced)
         gap = replace(chosen, bound=bound).gap
         proved = chosen.proved and all(each.proved for each in priced if each.feasible)
@@ -128,6 +130,10 @@ class Place(Pass[Program, PlacedProgram]):
             layer_seconds={layer: layer_seconds(request, plan, layer) for layer in plan.placements},
         )
         return replace(plan, prediction=prediction)
+
+    def _whole(self, plan: Plan) -> Plan:
+        """The plan with what was asked for beside it."""
+        return replace(plan, model=self.model, synchronised=bool(self.strategy.sync_batchnorm))
 
     def _priced(self, request: Request, everything: bool) -> tuple[PricedPlan, ...]:
         """The best plan of the strategy asked for, or of every strategy, by the simulation."""

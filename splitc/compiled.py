@@ -28,14 +28,14 @@ from splitc.ir.pass_manager import Watcher, run_pass
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.printer import rank_graph
-from splitc.ir.program import LoweredProgram, Program
+from splitc.ir.program import LoweredProgram, PlacedProgram, Program
 from splitc.passes.analysis import analyse, fingerprint
 from splitc.passes.lower_evaluation import with_evaluation
 from splitc.passes.lower_outputs import with_outputs
 from splitc.passes.place import Place
 from splitc.passes.planner.strategy import Strategy, parse_strategy
 from splitc.passes.predict import Predict
-from splitc.passes.rewriting import lower, lower_unchecked
+from splitc.passes.rewriting import lower
 from splitc.passes.use_plan import UsePlan
 from splitc.report.text import report
 from splitc.report.what_if import what_fits
@@ -65,13 +65,20 @@ class Settings:
     code: str | None = None
     accumulate: int = 1
 
-    def place(self, model: str = "") -> Place:
-        """The pass that chooses a plan for them.  model: the fingerprint that goes into the plan."""
+    def place(self, model: str = "", kept: list[LoweredProgram] | None = None) -> Place:
+        """The pass that chooses a plan for them.
+
+        model: the fingerprint that goes into the plan.  kept: of the plans that it lowers to see whether they fit, the
+        last one that does is left there.
+        """
         cluster, strategy = load_cluster(self.cluster), parse_strategy(self.strategy)
 
         def fits(program: Program, plan: Plan) -> bool:
             with suppress(PlacementError):
-                require_memory_on(with_evaluation(lower_unchecked(program.placed(plan)), program), cluster, self.memory)
+                lowered = with_evaluation(lower(program.placed(plan)), program)
+                require_memory_on(lowered, cluster, self.memory)
+                if kept is not None:
+                    kept[:] = [lowered]
                 return True
             return False
 
@@ -132,30 +139,41 @@ def specialise(
 def _specialise(
     program: Program, settings: Settings, plan: Plan | None, watch: Watcher | None, now: Progress
 ) -> LoweredProgram:
-    model = fingerprint(program)
+    model, kept = fingerprint(program), list[LoweredProgram]()
     with under_autocast(program.root, program.autocast):  # under which checks run the graph
-        place = settings.place(model) if plan is None else UsePlan(plan, model)
+        place = settings.place(model, kept) if plan is None else UsePlan(plan, model)
         asked = place.cluster if isinstance(place, Place) else settings.cluster
         cluster = None if asked is None else load_cluster(asked)
         if plan is not None and cluster and plan.world > (cluster.world or plan.world):
             raise PlacementError(f"the plan has {plan.world} ranks, but {cluster.name} has {cluster.world} devices")
         placed = run_pass(place, program, watch)
+        is_kept = watch is None and any(each.plan.decided == placed.plan for each in kept)
         now("writing programs for")
-        try:
-            lowered = lower(placed, watch)
-        except InternalError as error:
-            if plan is None:
-                raise
-            why = "the plan's roles, examples, groups and placements contradict each other, or splitc has a bug, if the"
-            raise LaunchError(f"{why} plan was not edited: {error}") from error
+        if is_kept:
+            (lowered,) = kept
+            lowered = replace(lowered, plan=replace(lowered.plan, prediction=placed.plan.prediction))
+        else:
+            lowered = with_evaluation(_lowered(placed, plan is not None, watch), program)
         if cluster:
             now("simulating")
             lowered = run_pass(Predict(cluster), lowered, watch)
-        lowered = with_outputs(with_evaluation(lowered, program), program)
+        lowered = with_outputs(lowered, program)
     require_batch_sizes(lowered)
-    now("measuring the memory of")
-    require_memory_on(lowered, cluster, settings.memory)
+    if not is_kept:
+        now("measuring the memory of")
+        require_memory_on(lowered, cluster, settings.memory)
     return lowered
+
+
+def _lowered(placed: PlacedProgram, is_given: bool, watch: Watcher | None) -> LoweredProgram:
+    """Lower a placed program; where its plan was given, it may be what is wrong."""
+    try:
+        return lower(placed, watch)
+    except InternalError as error:
+        if not is_given:
+            raise
+        why = "the plan's roles, examples, groups and placements contradict each other, or splitc has a bug, if the"
+        raise LaunchError(f"{why} plan was not edited: {error}") from error
 
 
 class CompiledProgram:
