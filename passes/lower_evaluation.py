@@ -16,7 +16,7 @@ from splitc.ir.graph import copy_graph, info, update_info
 from splitc.ir.pass_manager import Pass, run_pass, run_passes
 from splitc.ir.placements import Grouping
 from splitc.ir.plan import Plan
-from splitc.ir.program import LoweredProgram, PlacedProgram, Program, TensorSpec
+from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Refusal, TensorSpec
 from splitc.passes.insert_pulls import InsertPulls
 from splitc.passes.rewriting import ON_THE_GRAPH
 from splitc.passes.schedule import ScheduleForward
@@ -38,9 +38,9 @@ def with_evaluation(program: LoweredProgram, captured: Program) -> LoweredProgra
         try:
             evaluation = _lowered(program, replace(evaluation, tensors=tensors))
         except SplitcError as error:
-            evaluation = str(error)
-    if isinstance(evaluation, str) and program.plan.deals:
-        raise PlacementError(f"subnets need the whole model in evaluation mode, divided over ranks: {evaluation}")
+            evaluation = Refusal(str(error))
+    if isinstance(evaluation, Refusal) and program.plan.deals:
+        raise PlacementError(f"subnets need the whole model in evaluation mode, divided over ranks: {evaluation.why}")
     if not isinstance(evaluation, LoweredProgram):
         return replace(program, evaluation=evaluation)
     stages = []

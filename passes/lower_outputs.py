@@ -20,7 +20,7 @@ from splitc.ir.graph import copy_graph, info, set_info, tensors_of_node, update_
 from splitc.ir.layers import Layer
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import Plan
-from splitc.ir.program import LoweredProgram, Program, SizeSpec
+from splitc.ir.program import LoweredProgram, Program, Refusal, SizeSpec
 from splitc.passes.lower_evaluation import lowered_beside, plan_of
 from splitc.passes.schedule import ScheduleForward
 
@@ -31,12 +31,12 @@ def with_outputs(program: LoweredProgram, captured: Program) -> LoweredProgram:
     captured: what `program` was lowered from.
     """
     base = captured.evaluation or captured
-    outputs = base if isinstance(base, str) else base.outputs
+    outputs = base if isinstance(base, Refusal) else base.outputs
     if isinstance(base, Program) and isinstance(outputs, Program):
         try:
             outputs = _lowered(program, base, outputs)
         except SplitcError as error:
-            outputs = str(error)
+            outputs = Refusal(str(error))
     return replace(program, outputs=outputs)
 
 

@@ -251,9 +251,9 @@ class CompiledProgram:
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """The contents of weights.pt: `state`, the model's state_dict, and `extra`, tensors that are not in it."""
         state = whole_state(self.program, self._model)
-        evaluation = self.program.evaluation
-        roots = [self.program.root, *([evaluation.root] if isinstance(evaluation, Program) else [])]
-        constants = dict(named for root in roots for named in root.named_buffers(recurse=False))  # of no module
+        constants = dict(
+            named for root in self.program.roots for named in root.named_buffers(recurse=False)
+        )  # of no module
         loss: dict[str, Tensor] = {}
         if isinstance(own := self._example.loss, nn.Module):
             loss = {**plain_tensors(own, LOSS), **dict(own.named_buffers(prefix=LOSS))}

@@ -21,14 +21,14 @@ from splitc.errors import CaptureError
 from splitc.ir import comm_ops
 from splitc.ir.graph import NORMS, changes_statistics, copy_graph, info, op_name
 from splitc.ir.layers import Coupling
-from splitc.ir.program import Program
+from splitc.ir.program import Program, Refusal
 from splitc.runtime.evaluation import evaluating
 
 
 def capture_evaluation(
     program: Program, model: nn.Module, example: Example, validated: Callable[[Program], Program]
-) -> Program | str | None:
-    """The program of evaluation mode; None where that of training serves, a text where there is none.
+) -> Program | Refusal | None:
+    """The program of evaluation mode; None where that of training serves.
 
     A model that never asks whether it trains, but for dropout, is not traced again.
     validated: `validate_capture` of the model and the example.
@@ -54,7 +54,7 @@ def capture_evaluation(
             _skip(found.graph, [node for node in found.graph.nodes if op_name(node) == "detach"])
             return found
         except CaptureError as error:
-            return str(error)
+            return Refusal(str(error))
 
 
 def _skip(graph: fx.Graph, nodes: list[fx.Node]) -> None:
@@ -69,7 +69,7 @@ def _only_trains(node: fx.Node) -> bool:
 
 
 def _of_outputs(program: Program) -> Any:
-    return program.outputs if isinstance(program.outputs, str) else _operations(program.outputs)
+    return program.outputs if isinstance(program.outputs, Refusal) else _operations(program.outputs)
 
 
 def _operations(program: Program) -> list[tuple[Any, ...]]:

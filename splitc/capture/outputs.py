@@ -12,7 +12,7 @@ from splitc.capture.proxy import is_proxy
 from splitc.errors import CaptureError
 from splitc.ir import comm_ops
 from splitc.ir.graph import copy_graph, info, set_info, update_info
-from splitc.ir.program import Program, TensorSpec
+from splitc.ir.program import Program, Refusal, TensorSpec
 from splitc.ir.regions import names_in
 from splitc.runtime.nested import parts
 
@@ -44,8 +44,8 @@ def taken(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def outputs_of(program: Program, graph: fx.Graph) -> Program | str:
-    """The program of what the model returns, each tensor with a batch dimension; a text where there is none.
+def outputs_of(program: Program, graph: fx.Graph) -> Program | Refusal:
+    """The program of what the model returns, each tensor with a batch dimension.
 
     graph: of `taken`.  What depends on tensors that the loss does not depend on is left out: no rank has them.
     """
@@ -56,12 +56,12 @@ def outputs_of(program: Program, graph: fx.Graph) -> Program | str:
         kept[node] = _is_held(program, node) and all(kept[value] for value in node.all_input_nodes)
     marked.args = (fx.node.map_arg(marked.args[0], lambda node: node if kept[node] and _has_examples(node) else None),)
     if not marked.all_input_nodes:
-        return "the model returns nothing but its loss, or nothing of which each example has its own part"
+        return Refusal("the model returns nothing but its loss, or nothing of which each example has its own part")
     graph.eliminate_dead_code(lambda node: node.op == "output")
     try:
         require_whole_batch(graph)
     except CaptureError as error:
-        return str(error)
+        return Refusal(str(error))
     for node in graph.nodes:
         if isinstance(spec := info(node).spec, TensorSpec):
             set_info(node, info(node), spec=replace(spec, requires_grad=False))

@@ -33,7 +33,7 @@ from splitc.ir.comm_ops import returned, store_buffer
 from splitc.ir.graph import info
 from splitc.ir.interpreter import NodeRunner
 from splitc.ir.layers import Coupling
-from splitc.ir.program import Program, TensorSpec
+from splitc.ir.program import Program, Refusal, TensorSpec
 from splitc.ir.regions import is_inside, regions
 from splitc.runtime.generators import same_generators
 from splitc.runtime.weights import named_tensors
@@ -95,7 +95,7 @@ def _with(program: Program, apart: Apart, notes: Iterable[str]) -> Program:
 
 def _apart(
     program: Program, model: nn.Module, example: Example, tensors: dict[str, Tensor], may_widen: bool
-) -> tuple[Apart, Program | str, bool]:
+) -> tuple[Apart, Program | Refusal, bool]:
     """Run the graph and that of outputs on parts of the batch, in float64 if they run there; also whether they did."""
     for precision in (Precision.WIDE, Precision.OWN) if may_widen else (Precision.OWN,):
         twin = Twin(program, model, example, precision)
@@ -115,14 +115,14 @@ def _apart(
     return apart, outputs, twin.wide
 
 
-def _outputs_apart(found: Apart, twin: Twin, tensors: dict[str, Tensor]) -> Program | str:
+def _outputs_apart(found: Apart, twin: Twin, tensors: dict[str, Tensor]) -> Program | Refusal:
     """The program of outputs with what its run on parts has shown, where it computes what the loss does not read.
 
     found: what that of the loss has shown.  coupled: values of which a rank's examples cannot be told.
     """
     outputs, known = found.program.outputs, {node.name for node in found.program.graph.nodes}
     if (
-        isinstance(outputs, str)
+        isinstance(outputs, Refusal)
         or found.program.part
         or all(n.name in known or n.target is returned for n in outputs.graph.nodes)
     ):
@@ -135,7 +135,7 @@ def _outputs_apart(found: Apart, twin: Twin, tensors: dict[str, Tensor]) -> Prog
     except CaptureError as error:
         if twin.wide:
             raise
-        return str(error)
+        return Refusal(str(error))
     (marked,) = outputs.graph.output_node().all_input_nodes
     mixed, coupled = set[fx.Node](), {node.name for node in found.couplings}
     for node in outputs.graph.nodes:

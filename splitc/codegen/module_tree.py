@@ -27,9 +27,7 @@ class ModuleTree:
         self._held = [tensor for name, tensor in program.tensors.items() if name in held]
         self._modules: dict[str, str] = {}
         called = dict.fromkeys(path for stage in stages for path in _called(stage))
-        evaluation = program.evaluation
-        roots = [program.root, *([evaluation.root] if isinstance(evaluation, Program) else [])]
-        found = {path: [root.get_submodule(path) for root in roots] for path in called}
+        found = {path: [root.get_submodule(path) for root in program.roots] for path in called}
         self._regions = {
             path: m.own for path, modules in found.items() for m in reversed(modules) if isinstance(m, Region)
         }

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.codegen.stage_names import receiving
 from splitc.ir.plan import SERVER
-from splitc.ir.program import LoweredProgram, Stage
+from splitc.ir.program import LoweredProgram, Refusal, Stage
 from splitc.ir.server_wire import pieces
 from splitc.ir.wire import shard_of
 from splitc.runtime.spec import Input, RankSpec, RoleSpec, Route, Rows, Served, Shard
@@ -41,7 +41,7 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
         },
         served_buckets(program) if SERVER in roles or any(stage.served for stage in stages) else {},
         program.guards,
-        program.evaluation if isinstance(program.evaluation, str) else "",
+        program.evaluated.why if isinstance(program.evaluated, Refusal) else "",
         plan.rounds,
         tuple(_evaluated(program, stage, rank) for stage in stages) if plan.deals else (),
         tuple(name for stage in stages for name in _recomputed(program, stage)) if plan.deals else (),
@@ -53,9 +53,8 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
 
 def _predicting(program: LoweredProgram, rank: int) -> tuple[tuple[str, ...], str, RoleSpec | None]:
     """The inputs that a rank gives to `predict`, why there is none, and its communicator as one that reads data."""
-    outputs = program.outputs
-    if not isinstance(outputs, LoweredProgram):
-        return (), outputs if isinstance(outputs, str) else "", None
+    if isinstance(outputs := program.predicted, Refusal):
+        return (), outputs.why, None
     stages = [outputs.stage(role) for role in outputs.plan.roles_of(rank)]
     inputs = tuple(name for stage in stages for name in stage.inputs)
     for stage in (stage for stage in stages if stage.role in receiving(outputs)):
@@ -83,10 +82,9 @@ def trained_every_microbatch(program: LoweredProgram, stage: Stage) -> tuple[str
 def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> RoleSpec:
     plan, role = program.plan, stage.role
     group = plan.group(role, rank) if role in plan.groups else ()
-    evaluated = [program.evaluation.stage(role)] if isinstance(program.evaluation, LoweredProgram) else []
-    outputs = program.outputs if isinstance(program.outputs, LoweredProgram) else program
-    evaluated += [each for each in outputs.stages if each.role == role]
-    cuts = [c for each in (stage, *evaluated) for c in (*each.receives, *each.sends) if c.sent]
+    beside = [each for each in (program.evaluated, program.predicted) if not isinstance(each, Refusal)]
+    stages = [stage, *(each for other in beside for each in other.stages if each.role == role)]
+    cuts = [c for each in stages for c in (*each.receives, *each.sends) if c.sent]
     together = {c.other(role): c.consumer for c in cuts if c.together()}
     owners = plan.owners(role, rank)
     named = ((name, each) for name in stage.shards for each in dict.fromkeys((name, *program.tensors[name].names)))
@@ -98,7 +96,7 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
         plan.replicas(role, rank),
         {
             other: tuple(
-                Route(*route) for route in (plan if other in plan.roles else outputs.plan).routes(rank, role, other)
+                Route(*route) for route in (plan if other in plan.roles else beside[-1].plan).routes(rank, role, other)
             )
             for other in dict.fromkeys(c.other(role) for c in cuts)
         },
@@ -123,8 +121,8 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
 
 def _evaluated(program: LoweredProgram, stage: Stage, rank: int) -> RoleSpec:
     """What a rank does in a role when the whole model is evaluated, by another plan than that of training."""
-    assert isinstance(program.evaluation, LoweredProgram)
-    evaluation = replace(program.evaluation, outputs=program.outputs)
+    assert isinstance(program.evaluated, LoweredProgram)
+    evaluation = replace(program.evaluated, outputs=program.outputs)
     return replace(_role(evaluation, evaluation.stage(stage.role), rank, is_server=False), shards={})
 
 

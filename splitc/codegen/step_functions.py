@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from splitc.codegen.stage_names import EVALUATING, own_evaluation, predicting_by
 from splitc.codegen.step import StepWriter
-from splitc.ir.program import LoweredProgram, Stage
+from splitc.ir.program import LoweredProgram, Refusal, Stage
 from splitc.ir.schedule.actions import RankProgram
 from splitc.ir.schedule.verbs import When
 
@@ -34,20 +34,18 @@ def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[s
 
 def _evaluate(program: LoweredProgram, rank_program: RankProgram, doc: str) -> list[str]:
     """The lines of `evaluate`."""
-    if isinstance(program.evaluation, str):
+    if isinstance(evaluated := program.evaluated, Refusal):
         return ["def evaluate(*_):", '    """Refused; rankN.py says why."""', "    raise NotImplementedError"]
-    evaluated = program.evaluation if isinstance(program.evaluation, LoweredProgram) else program
     own = {stage.role: EVALUATING for stage in program.stages if own_evaluation(program, stage) is not None}
     return StepWriter(evaluated, evaluated.rank_program(rank_program.ranks[0]), own).function("evaluate", doc)
 
 
 def _predict(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
     """The lines of `predict`."""
-    if not isinstance(program.outputs, LoweredProgram):
+    if isinstance(predicted := program.predicted, Refusal):
         return ["def predict(*_):", '    """Refused; rankN.py says why."""', "    raise NotImplementedError"]
-    predicting = program.outputs.rank_program(rank_program.ranks[0])
-    suffixes = {stage.role: suffix for stage in program.outputs.stages for suffix in [predicting_by(program, stage)]}
-    writer = StepWriter(program.outputs, predicting, suffixes, rank_program)
+    suffixes = {stage.role: predicting_by(program, stage) for stage in predicted.stages}
+    writer = StepWriter(predicted, predicted.rank_program(rank_program.ranks[0]), suffixes, rank_program)
     if any(stage.has_loss for stage in writer.stages):
         doc = "The model's output for this rank's examples, forward only."
     elif writer.stages:

@@ -166,6 +166,13 @@ class Stage:
         return found
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why there is no program: the reason with which a worker refuses to run it."""
+
+    why: str
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """A model and its loss as one captured forward graph, with the cost of each layer once it is counted.
@@ -175,8 +182,8 @@ class Program:
     autocast: the dtype that every stage's forward runs under.  flattened: node -> `NodeInfo.outer`, where it is not 1.
     coupled: where examples begin to depend on each other; the loss has no terms then.
     notes: sentences for the report.  guards: the batch sizes for which the branches of the trace hold.
-    evaluation: the program of evaluation mode, where it is another one.  reads_mode: whether it may be.
-    outputs: the program of what the model returns, in place of the loss; a text: why there is none, as of `evaluation`.
+    evaluation: the program of evaluation mode; None: it is that of training.  reads_mode: whether it may be another.
+    outputs: the program of what the model returns, in place of the loss.
     part: takes examples of a batch, where the user's own function divides it.
     """
 
@@ -195,8 +202,8 @@ class Program:
     in_batch: str = ""
     autocast: torch.dtype | None = None
     guards: tuple[BatchGuard, ...] = ()
-    evaluation: Program | str | None = None
-    outputs: Program | str = ""
+    evaluation: Program | Refusal | None = None
+    outputs: Program | Refusal = Refusal("")
     reads_mode: bool = True
     part: Callable[[Mapping[str, torch.Tensor], int, int], dict[str, torch.Tensor]] | None = None
     costs: Mapping[str, CostLine] = field(default_factory=dict)
@@ -230,6 +237,11 @@ class Program:
     def users(self) -> Counter[str]:
         """Parameter or buffer -> how many layers use it."""
         return Counter(name for layer in self.layers for name in dict.fromkeys(layer.tensors))
+
+    @property
+    def roots(self) -> tuple[nn.Module, ...]:
+        """The modules of training, and those of an evaluation of its own."""
+        return self.root, *([self.evaluation.root] if isinstance(self.evaluation, Program) else [])
 
     @property
     def loss(self) -> fx.Node:
@@ -273,6 +285,16 @@ class LoweredProgram(PlacedProgram):
 
     stages: tuple[Stage, ...]
     rank_programs: tuple[RankProgram, ...]
+
+    @property
+    def evaluated(self) -> LoweredProgram | Refusal:
+        """The program that evaluates: this one, where no other one was lowered."""
+        return self.evaluation if isinstance(self.evaluation, (LoweredProgram, Refusal)) else self
+
+    @property
+    def predicted(self) -> LoweredProgram | Refusal:
+        """The program that computes what the model returns."""
+        return self.outputs if isinstance(self.outputs, (LoweredProgram, Refusal)) else Refusal("")
 
     def stage(self, role: str) -> Stage:
         return next(stage for stage in self.stages if stage.role == role)

@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.ir.program import Program
+from splitc.ir.program import Program, Refusal
 from tests.support.compiled import analyse
 from tests.support.models import CLASSES, labels, made, vectors
 
 X, Y = vectors()(), labels()()
 
 
-def outputs_of(run: Any, loss: Any = F.cross_entropy, **children: nn.Module) -> Program | str:
+def outputs_of(run: Any, loss: Any = F.cross_entropy, **children: nn.Module) -> Program | Refusal:
     model = made(run, fc=nn.Linear(8, CLASSES), **children)
     return analyse(model, X, Y, loss).outputs
 
 
-def targets(program: Program | str) -> list[str]:
+def targets(program: Program | Refusal) -> list[str]:
     """The operations of the outputs, and what is returned of them."""
     assert isinstance(program, Program), program
     return [str(getattr(node.target, "__name__", node.target)) for node in program.graph.nodes]
@@ -63,4 +63,4 @@ def test_what_depends_on_parameters_that_the_loss_does_not_reach_is_left_out() -
 )
 def test_without_an_output_for_each_example_there_is_a_reason(run: Any, text: str) -> None:
     program = analyse(made(run, fc=nn.Linear(8, 8)), torch.randn(4, 8))
-    assert isinstance(program.outputs, str) and text in program.outputs
+    assert isinstance(program.outputs, Refusal) and text in program.outputs.why

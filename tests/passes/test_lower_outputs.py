@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from splitc.ir.program import LoweredProgram
+from splitc.ir.program import LoweredProgram, Refusal
 from splitc.passes.lower_outputs import with_outputs
 from splitc.passes.rewriting import lower
 from tests.support.printed import placed, two_layers
@@ -62,4 +62,4 @@ def test_a_tensor_that_no_rank_of_the_role_has_is_named() -> None:
     program = lower(before)
     without = tuple(replace(stage, tensors=("fc2.bias",) * (stage.role == "head")) for stage in program.stages)
     found = with_outputs(replace(program, stages=without), before).outputs
-    assert found == "the model's output reads fc1.weight in role trunk, which has not all of it"
+    assert found == Refusal("the model's output reads fc1.weight in role trunk, which has not all of it")

@@ -22,7 +22,7 @@ from splitc.capture.random_calls import draw_layouts
 from splitc.capture.regions import own_draws
 from splitc.compiled import CompiledProgram
 from splitc.errors import SplitcError
-from splitc.ir.program import Program
+from splitc.ir.program import Program, Refusal
 from splitc.passes.analysis import analyse
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom
@@ -113,8 +113,8 @@ def _outcome(found: Outcome, case: Any) -> Outcome:
     if choose.random() < 0.35:
         then = random_program(choose, case, example, analysed, program.plan.global_batch)
     run = run_of(choose, case, program, then)
-    if isinstance(why := program.program.evaluation, str):
-        return replace(found, run=run, refused=f"evaluation: {why}")
+    if isinstance(refusal := program.program.evaluation, Refusal):
+        return replace(found, run=run, refused=f"evaluation: {refusal.why}")
     try:
         return replace(found, run=run, wrong=differences(case, program, run, then))
     except SplitcError as error:
