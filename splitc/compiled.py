@@ -36,6 +36,7 @@ from splitc.passes.place import Place
 from splitc.passes.planner.strategy import Strategy, parse_strategy
 from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower
+from splitc.passes.share_forward import with_shared_forward
 from splitc.passes.use_plan import UsePlan
 from splitc.report.text import report
 from splitc.report.what_if import what_fits
@@ -75,7 +76,7 @@ class Settings:
 
         def fits(program: Program, plan: Plan) -> bool:
             with suppress(PlacementError):
-                lowered = with_evaluation(lower(program.placed(plan)), program)
+                lowered = _with_others(lower(program.placed(plan)), program)
                 require_memory_on(lowered, cluster, self.memory)
                 if kept is not None:
                     kept[:] = [lowered]
@@ -153,11 +154,10 @@ def _specialise(
             (lowered,) = kept
             lowered = replace(lowered, plan=replace(lowered.plan, prediction=placed.plan.prediction))
         else:
-            lowered = with_evaluation(_lowered(placed, plan is not None, watch), program)
+            lowered = _with_others(_lowered(placed, plan is not None, watch), program)
         if cluster:
             now("simulating")
             lowered = run_pass(Predict(cluster), lowered, watch)
-        lowered = with_outputs(lowered, program)
     require_batch_sizes(lowered)
     if not is_kept:
         now("measuring the memory of")
@@ -174,6 +174,11 @@ def _lowered(placed: PlacedProgram, is_given: bool, watch: Watcher | None) -> Lo
             raise
         why = "the plan's roles, examples, groups and placements contradict each other, or splitc has a bug, if the"
         raise LaunchError(f"{why} plan was not edited: {error}") from error
+
+
+def _with_others(lowered: LoweredProgram, program: Program) -> LoweredProgram:
+    """A lowered program with its evaluation and outputs.  program: what it was lowered from."""
+    return with_shared_forward(with_outputs(with_evaluation(lowered, program), program))
 
 
 class CompiledProgram:

@@ -13,22 +13,12 @@ from splitc import units
 from splitc.codegen.emit import Emitter
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.module_tree import ModuleTree
-from splitc.codegen.stage_names import (
-    EVALUATING,
-    PREDICTING,
-    computed_once,
-    forward_inputs,
-    method_name,
-    own_evaluation,
-    own_outputs,
-    returned_cuts,
-    variables,
-    weighed,
-)
+from splitc.codegen.stage_names import method_name, variables
 from splitc.ir import comm_ops
-from splitc.ir.graph import assigned, cut_of, denominators, info, is_entry, op_name, starts_at_once
-from splitc.ir.program import PlacedProgram, Stage, TensorSpec
+from splitc.ir.graph import assigned, info, op_name, starts_at_once
+from splitc.ir.program import LoweredProgram, PlacedProgram, Refusal, Stage, TensorSpec
 from splitc.ir.schedule.actions import Action
+from splitc.ir.stage_parts import PREDICTING, Part, is_computed, parameters, part_of, parts_of, returned_by
 from splitc.ir.torch_ops import ops_with
 from splitc.ir.transitions import transition_of
 from splitc.ir.wire import inside
@@ -45,14 +35,19 @@ _FRESH = ops_with("fresh")
 """Functions and methods whose result shares no memory with other tensors."""
 
 
-def stage_class(program: PlacedProgram, stages: Sequence[Stage], batches: Mapping[str, int | None]) -> list[str]:
+def stage_class(program: LoweredProgram, stages: Sequence[Stage], batches: Mapping[str, int | None]) -> list[str]:
     """Lines of the class: its `forward`, or one for each of several stages: `forward_conv`, `forward_fc`.
 
     batches: role -> examples in the shape comments; None writes `b`, where the role's ranks differ.
     """
-    evaluated = [own for stage in stages if (own := own_evaluation(program, stage)) is not None]
-    predicting = [own for stage in stages if (own := own_outputs(program, stage)) is not None]
-    tree = ModuleTree(program, [*stages, *evaluated, *predicting])
+    roles = {stage.role for stage in stages}
+    methods = [(stage, parts_of(stage)) for stage in stages]
+    if not isinstance(evaluated := program.evaluated, Refusal):
+        methods += [(each, parts_of(each)) for each in evaluated.stages if each.role in roles and each.mode]
+    if not isinstance(predicted := program.predicted, Refusal):
+        own = [each for each in predicted.stages if each.role in roles]
+        methods += [(each, parts_of(each)[each.mode != PREDICTING :]) for each in own]
+    tree = ModuleTree(program, [stage for stage, parts in methods if parts])
     lines = [
         f"class Stage({tree.base}):",
         '    """Parameter names are those of the original model, so its checkpoints load."""',
@@ -60,9 +55,11 @@ def stage_class(program: PlacedProgram, stages: Sequence[Stage], batches: Mappin
         f"    def __init__({', '.join(['self', *tree.parameters])}):",
         *(f"        {line}" for text in tree.lines() for line in _module_lines(text)),
     ]
-    for each, suffix in ((stages, ""), (evaluated, EVALUATING), (predicting, PREDICTING)):
-        for stage in each:
-            lines += _methods(program, stage, tree, (len(stages) == 1, suffix), batches.get(stage.role))
+    for stage, part in ((stage, part) for stage, parts in methods for part in parts):
+        name = method_name(program, stage, len(stages) == 1, part)
+        names, writer = variables(stage.graph), _PartWriter(program, stage, part, tree, batches.get(stage.role))
+        header = f"    def {name}(self, {', '.join(['comm', *(names[node] for node in parameters(stage, part))])}):"
+        lines += ["", *wrapped(header, 120), *aligned(writer.lines(), "        ")]
     return lines
 
 
@@ -77,33 +74,15 @@ def _module_lines(text: str) -> list[str]:
     return [f"{indent}{line}" for line in lines]
 
 
-def _methods(
-    program: PlacedProgram, stage: Stage, tree: ModuleTree, called: tuple[bool, str], batch: int | None
-) -> list[str]:
-    """A stage's forward, and before it what is computed once.  called: see `method_name`."""
-    names = variables(stage.graph)
-    received = [names[node] for node in stage.graph.nodes if node.target is comm_ops.recv]
-    lines: list[str] = []
-    for once in (True, False) if denominators(stage.graph) else (False,):
-        inputs = [names[node] for node in weighed(stage)]
-        if not once:
-            inputs = [*forward_inputs(stage), *received, *computed_once(stage)]
-        name = method_name(program, stage, *called, "weigh" if once else "forward")
-        header = f"    def {name}(self, {', '.join(['comm', *inputs])}):"
-        body = _ForwardWriter(program, stage, tree, batch, once).lines()
-        lines += ["", *wrapped(header, 120), *aligned(body, "        ")]
-    return lines
-
-
 _Layer = tuple[str, tuple[str, str]]
 """A statement, the shape of its value, and the user's line that it comes from."""
 
 
-class _ForwardWriter:
-    """Writes the body of a stage's forward, or of what it computes once."""
+class _PartWriter:
+    """Writes the body of a method that runs a stage, or a part of it."""
 
-    def __init__(self, program: PlacedProgram, stage: Stage, tree: ModuleTree, batch: int | None, once: bool) -> None:
-        self._program, self._stage, self._batch, self._once = program, stage, batch, once
+    def __init__(self, program: PlacedProgram, stage: Stage, part: Part, tree: ModuleTree, batch: int | None) -> None:
+        self._program, self._stage, self._batch, self._part = program, stage, batch, part
         self._names = variables(stage.graph)
         self._emitter = Emitter(self._names, tree.access, tree.callee)
         self._group_size = program.plan.world if program.plan.deals else program.plan.grouping(stage.role).size
@@ -118,26 +97,22 @@ class _ForwardWriter:
     def lines(self) -> list[Line]:
         """Every statement with its comment: the shape, and the user's line where it is another one than above."""
         early = {n: self._emitter.expression(n) for n in filter(starts_at_once, self._stage.graph.nodes)}
-        layers = [(f"{self._names[n]} = {text.removesuffix('.wait()')}", self._note(n)) for n, text in early.items()]
-        self._emitter.folded |= {n: f"{self._names[n]}.wait()" for n in early}
-        layers += [layer for node in self._stage.graph.nodes if self._is_written(node) for layer in self._layer(node)]
+        written = {n: text.removesuffix(".wait()") for n, text in early.items() if self._has(n)}
+        layers = [(f"{self._names[n]} = {text}", self._note(n)) for n, text in written.items()]
+        if self._part is not Part.WEIGH:
+            self._emitter.folded |= {n: f"{self._names[n]}.wait()" for n in early}
+        nodes = (node for node in self._stage.graph.nodes if is_computed(node) and self._has(node))
+        layers += [layer for node in nodes if node not in early for layer in self._layer(node)]
         width, above = max((len(note[0]) for _, note in layers), default=0), ""
         lines: list[Line] = []
         for text, (shape, source) in layers:
             shown, above = source if source != above else "", source or above
             lines.append((text, f"{shape:{width}}  {shown}".strip()))
-        if self._once:
-            return [*lines, (f"return {', '.join(self._names[node] for node in denominators(self._stage.graph))}", "")]
-        sent = {cut_of(node): node.args[0] for node in self._stage.graph.nodes if node.target is comm_ops.send}
-        returned = [self._emitter.value(sent[cut]) for cut in returned_cuts(self._stage)]
-        if self._stage.has_loss:
-            returned.append(self._emitter.value(self._stage.graph.output_node().args[0]))
+        returned = [self._emitter.value(node) for node in returned_by(self._stage, self._part)]
         return [*lines, (f"return {', '.join(returned)}" if returned else "return None", "")]
 
-    def _is_written(self, node: fx.Node) -> bool:
-        op = comm_ops.op_of(node)
-        is_here = node.op not in ("placeholder", "output", "get_attr") and info(node).once == self._once
-        return is_here and (op is None or op.in_stage) and not is_entry(node) and not starts_at_once(node)
+    def _has(self, node: fx.Node) -> bool:
+        return part_of(self._stage, node) is self._part
 
     def _layer(self, node: fx.Node) -> list[_Layer]:
         """The statements of a node; none where it is written inside its reader."""
@@ -146,7 +121,7 @@ class _ForwardWriter:
         if node.target is comm_ops.pull:
             return [self._pull(node)]
         text = self._emitter.expression(node)
-        if _folds(node, text):
+        if self._folds(node, text):
             self._emitter.folded[node] = text
             return []
         return self._statement(node, text)
@@ -156,7 +131,7 @@ class _ForwardWriter:
         name = "" if info(node).side_effect else f"{self._names[node]} = "
         lines: list[_Layer] = []
         if len(name) + len(text) > _STATEMENT:
-            for inner in [each for each in node.all_input_nodes if each in self._emitter.folded]:
+            for inner in [n for n in node.all_input_nodes if n in self._emitter.folded and not starts_at_once(n)]:
                 lines += self._statement(inner, self._emitter.folded.pop(inner))
             text = self._emitter.expression(node)
         return [*lines, (f"{name}{text}", self._note(node))]
@@ -178,6 +153,22 @@ class _ForwardWriter:
         statement = f"{self._names[node]}[{self._emitter.index(key)}] = {self._emitter.value(value)}"
         return [*lines, (statement, self._note(node))]
 
+    def _folds(self, node: fx.Node, text: str) -> bool:
+        """Whether a value is written inside its only reader, so that one line holds one layer."""
+        if len(node.users) != 1 or len(text) > _FOLDED or info(node).side_effect or transition_of(node) is not None:
+            return False
+        (user,) = node.users
+        changed = user.target is assigned and user.args[0] is node
+        apart = info(user).layer != info(node).layer or not self._has(user) or node.name in self._stage.forward
+        if user.op == "output" or user.target is comm_ops.send or changed or apart:
+            return False
+        between = node.next
+        while between is not user:
+            if info(between).side_effect:
+                return False
+            between = between.next
+        return sum(arg is node for arg in (*user.args, *user.kwargs.values())) == 1
+
     def _note(self, node: fx.Node) -> tuple[str, str]:
         spec, source = info(node).spec, info(node).source
         if not isinstance(spec, TensorSpec):
@@ -189,23 +180,6 @@ class _ForwardWriter:
             sent = [units.nbytes(op.sent) for op in self._moved.get(node, ())]
             source = ", ".join([str(transition), *sent])
         return shape, source
-
-
-def _folds(node: fx.Node, text: str) -> bool:
-    """Whether a value is written inside its only reader, so that one line holds one layer."""
-    if len(node.users) != 1 or len(text) > _FOLDED or info(node).side_effect or transition_of(node) is not None:
-        return False
-    (user,) = node.users
-    changed = user.target is assigned and user.args[0] is node
-    apart = (info(user).layer, info(user).once) != (info(node).layer, info(node).once)
-    if user.op == "output" or user.target is comm_ops.send or changed or apart:
-        return False
-    between = node.next
-    while between is not user:
-        if info(between).side_effect:
-            return False
-        between = between.next
-    return sum(arg is node for arg in (*user.args, *user.kwargs.values())) == 1
 
 
 def _is_fresh(node: fx.Node) -> bool:

@@ -12,16 +12,7 @@ from splitc.codegen.cut_lines import Comm, CutLines
 from splitc.codegen.emit import Emitter
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.microbatches import microbatched
-from splitc.codegen.stage_names import (
-    computed_once,
-    constant,
-    forward_inputs,
-    method_name,
-    receiving,
-    returned_cuts,
-    variables,
-    weighed,
-)
+from splitc.codegen.stage_names import constant, method_name, receiving, variables
 from splitc.ir import comm_ops
 from splitc.ir.graph import cut_of, info, tensor_spec
 from splitc.ir.plan import SERVER
@@ -29,6 +20,7 @@ from splitc.ir.program import LoweredProgram, Stage
 from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.ir.schedule.loop_nest import loop_nest
 from splitc.ir.schedule.verbs import When
+from splitc.ir.stage_parts import Part, arriving, parts_of, returned_cuts, values_sent, weighed
 from splitc.ir.wire import bucket_nbytes
 from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import Rounds
@@ -37,7 +29,7 @@ from splitc.runtime.spec import Rounds
 class StepWriter:
     """Writes one function of a rank program, from its actions.
 
-    suffixes: of evaluation, what ends the names of the methods that roles run in it; None: of training.
+    trains: whether gradients go back; else it runs one batch as a whole, forward.
     trained: of outputs, the rank program of training, whose `Stage` and communicators they use.
     """
 
@@ -45,11 +37,11 @@ class StepWriter:
         self,
         program: LoweredProgram,
         rank_program: RankProgram,
-        suffixes: Mapping[str, str] | None = None,
+        trains: bool = True,
         trained: RankProgram | None = None,
     ) -> None:
         self._program, self._plan, self._rank_program = program, program.plan, rank_program
-        self._training, self._suffixes = suffixes is None, suffixes or {}
+        self._training = trains
         roles = [role for role in (trained or rank_program).roles if role != SERVER]
         self._alone = len(roles) == 1
         comms = [*(roles or [SERVER]), *(set(rank_program.roles) & set(receiving(program)) if trained else ())]
@@ -142,38 +134,65 @@ class StepWriter:
             return emitter.value(marked.args[0])
         return "None"
 
-    def _method(self, stage: Stage, verb: str) -> str:
-        return method_name(self._program, stage, self._alone, self._suffixes.get(stage.role, ""), verb)
-
     def _weigh(self, action: Action, comm: Comm) -> list[Line]:
-        stage = self._program.stage(action.role)
-        method = self._method(stage, "weigh")
+        return self._weights(self._program.stage(action.role), comm, whole=True)
+
+    def _weights(self, stage: Stage, comm: Comm, whole: bool = False) -> list[Line]:
+        """What the loss divides by: of the whole batch before microbatches, or on its way while the forward runs."""
         names = variables(stage.graph)
-        nodes = weighed(stage)
-        whole = [names[n] if n.op == "placeholder" else self._cuts.received(cut_of(n)) for n in nodes]
-        call = f"stage.{method}({', '.join([str(comm), *whole])})"
-        return [(f"{', '.join(computed_once(stage))} = {call}", "what the loss divides by")]
+        made = [node for node in weighed(stage) if info(node).once == whole]
+        if not made:
+            return []
+        given = [
+            self._cuts.received(cut_of(n)) if n.op != "placeholder" else names[n] for n in arriving(stage, Part.WEIGH)
+        ]
+        call = self._call(stage, Part.WEIGH, comm, given if whole else self._given(stage, Part.WEIGH, comm))
+        return [(f"{', '.join(names[node] for node in made)} = {call}", "what the loss divides by")]
+
+    def _call(self, stage: Stage, part: Part, comm: Comm, given: Sequence[str]) -> str:
+        """The call of a method of a stage."""
+        method = method_name(self._program, stage, self._alone, part)
+        return f"stage{f'.{method}' * (method != 'forward')}({', '.join([str(comm), *given])})"
+
+    def _given(self, stage: Stage, part: Part, comm: Comm) -> list[str]:
+        """The arguments of a method, but for what the forward returned."""
+        names = variables(stage.graph)
+        found = [
+            self._cuts.argument(cut_of(node), comm)
+            if node.op != "placeholder"
+            else self._cuts.piece(names[node], tensor_spec(node), comm)
+            for node in arriving(stage, part)
+        ]
+        return [*found, *(names[node] for node in weighed(stage, part) if part is not Part.WEIGH)]
 
     def _forward(self, action: Action, comm: Comm) -> list[Line]:
         stage = self._program.stage(action.role)
         if stage.graph.output_node().args[0] is not None and self._program.loss.target is comm_ops.returned:
             return []
         lines = [line for cut in stage.receives for line in self._cuts.entry(cut, comm)]
-        method = self._method(stage, "forward")
-        called = "stage" if method == "forward" else f"stage.{method}"
-        specs = {name: tensor_spec(node) for node, name in variables(stage.graph).items() if node.op == "placeholder"}
         returned = [self._cuts.returned(cut) for cut in returned_cuts(stage)]
         if stage.has_loss:
             returned.append(self._cuts.kept("loss") if self._waits else "loss")
-        inputs = [self._cuts.piece(name, specs[name], comm) for name in forward_inputs(stage)]
-        received = [self._cuts.argument(cut, comm) for cut in stage.receives]
-        call = f"{called}({', '.join([str(comm), *inputs, *received, *computed_once(stage)])})"
-        line = f"{', '.join(returned)} = {call}" if returned else call
+        inside = [*self._weights(stage, comm), *self._run(stage, comm, returned)]
         adds = stage.has_loss and stage.role in self._microbatched
         lost = [(self._cuts.appended("losses", f"{returned[-1]}.detach()"), "")] if adds else []
         if self._program.autocast is None:
-            return [*lines, (line, ""), *lost]
-        return [*lines, (f"with {comm}.autocast({self._program.autocast}):", ""), (f"    {line}", ""), *lost]
+            return [*lines, *inside, *lost]
+        around = (f"with {comm}.autocast({self._program.autocast}):", "")
+        return [*lines, around, *((f"    {text}", note) for text, note in inside), *lost]
+
+    def _run(self, stage: Stage, comm: Comm, results: Sequence[str]) -> list[Line]:
+        """The calls that compute `results`: those cuts of the stage that it makes, and its loss."""
+        call = self._call(stage, Part.FORWARD, comm, self._given(stage, Part.FORWARD, comm))
+        if stage.after:
+            last = parts_of(stage)[-1]
+            before = f"*{call}" if len(stage.forward) > 1 else call
+            call = self._call(stage, last, comm, [before, *self._given(stage, last, comm)])
+        elif stage.forward:
+            return _taken(
+                call, stage.forward, dict(zip(results, (node.name for node in values_sent(stage)), strict=True))
+            )
+        return [(f"{', '.join(results)} = {call}" if results else call, "")]
 
     def _exchange(self, action: Action, comm: Comm | str, waits: bool = True) -> list[Line]:
         """What a role keeps or averages in a round: a line for all buckets of a fragment.  waits: at once."""
@@ -276,3 +295,14 @@ def zero_text(program: LoweredProgram) -> str:
     """A zero of the loss's dtype, for ranks that do not compute the loss."""
     dtype = tensor_spec(program.loss).dtype
     return "torch.zeros(())" if str(dtype) == "torch.float32" else f"torch.zeros((), dtype={dtype})"
+
+
+def _taken(call: str, returned: Sequence[str], results: Mapping[str, str]) -> list[Line]:
+    """The lines that take `results`, variable -> node, of what a forward returns."""
+    nodes = list(results.values())
+    if nodes == list(returned[: len(nodes)]):
+        some = "" if len(nodes) == len(returned) else "[0]" if len(nodes) == 1 else f"[:{len(nodes)}]"
+        return [(f"{', '.join(results)} = {call}{some}" if results else call, "")]
+    names = {node: name for name, node in reversed(results.items())}
+    again = [(f"{name} = {names[node]}", "") for name, node in results.items() if names[node] != name]
+    return [(f"{', '.join(names.get(node, '_') for node in returned)} = {call}", ""), *again]

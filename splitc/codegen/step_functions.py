@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitc.codegen.stage_names import EVALUATING, own_evaluation, predicting_by
 from splitc.codegen.step import StepWriter
 from splitc.ir.program import LoweredProgram, Refusal, Stage
 from splitc.ir.schedule.actions import RankProgram
@@ -36,16 +35,15 @@ def _evaluate(program: LoweredProgram, rank_program: RankProgram, doc: str) -> l
     """The lines of `evaluate`."""
     if isinstance(evaluated := program.evaluated, Refusal):
         return ["def evaluate(*_):", '    """Refused; rankN.py says why."""', "    raise NotImplementedError"]
-    own = {stage.role: EVALUATING for stage in program.stages if own_evaluation(program, stage) is not None}
-    return StepWriter(evaluated, evaluated.rank_program(rank_program.ranks[0]), own).function("evaluate", doc)
+    writer = StepWriter(evaluated, evaluated.rank_program(rank_program.ranks[0]), trains=False)
+    return writer.function("evaluate", doc)
 
 
 def _predict(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
     """The lines of `predict`."""
     if isinstance(predicted := program.predicted, Refusal):
         return ["def predict(*_):", '    """Refused; rankN.py says why."""', "    raise NotImplementedError"]
-    suffixes = {stage.role: predicting_by(program, stage) for stage in predicted.stages}
-    writer = StepWriter(predicted, predicted.rank_program(rank_program.ranks[0]), suffixes, rank_program)
+    writer = StepWriter(predicted, predicted.rank_program(rank_program.ranks[0]), trains=False, trained=rank_program)
     if any(stage.has_loss for stage in writer.stages):
         doc = "The model's output for this rank's examples, forward only."
     elif writer.stages:

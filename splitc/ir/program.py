@@ -136,6 +136,9 @@ class Stage:
     own_sums: parameters whose gradients are summed over all ranks of the role, not over one of each group.
     shards: parameter -> the dim along which the ranks of a group share it.
     dealt: tensor -> the neurons along its dims that are dealt to ranks in each round (independent subnets).
+    forward: names of the nodes whose values its forward returns; (): those that it sends, and the loss.
+    after: names of those that a method of their own computes, of what forward returned: the loss, or outputs.
+    mode: ends the names of the methods that run it, where they are not those of training.
     """
 
     role: str
@@ -153,6 +156,9 @@ class Stage:
     shards: Mapping[str, int] = field(default_factory=dict)
     dealt: Mapping[str, DealtDims] = field(default_factory=dict)
     has_loss: bool = False
+    forward: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    mode: str = ""
 
     def cut(self, action: Action) -> Cut:
         """Return the cut that an action moves."""
