@@ -32,27 +32,11 @@ class Stage(nn.Module):
             "6": nn.Linear(4096, 1000),
         })
 
-    def forward(self, comm, images, target):
-        cross_entropy_weight = comm.global_weight(target)                       # ()                loss
-        features_1 = F.relu(self.features["0"](images))                         # (8, 64, 55, 55)   alexnet.py:50
-        features_2 = F.max_pool2d(features_1, 3, stride=2)                      # (8, 64, 27, 27)
-        features_4 = F.relu(self.features["3"](features_2))                     # (8, 192, 27, 27)
-        features_5 = F.max_pool2d(features_4, 3, stride=2)                      # (8, 192, 13, 13)
-        features_7 = F.relu(self.features["6"](features_5))                     # (8, 384, 13, 13)
-        features_9 = F.relu(self.features["8"](features_7))                     # (8, 256, 13, 13)
-        features_11 = F.relu(self.features["10"](features_9))                   # (8, 256, 13, 13)
-        features_12 = F.max_pool2d(features_11, 3, stride=2)                    # (8, 256, 6, 6)
-        flatten = F.adaptive_avg_pool2d(features_12, (6, 6)).flatten(1)         # (8, 9216)         alexnet.py:51
-        classifier_0 = comm.dropout(flatten, 0.5, draw=0)                       # (8, 9216)
-        classifier_2 = F.relu(self.classifier["1"](classifier_0))               # (8, 4096)
-        classifier_3 = comm.dropout(classifier_2, 0.5, draw=1)                  # (8, 4096)
-        classifier_5 = F.relu(self.classifier["4"](classifier_3))               # (8, 4096)
-        classifier_6 = self.classifier["6"](classifier_5)                       # (8, 1000)
-        cross_entropy = F.cross_entropy(classifier_6, target, reduction="sum")  # ()                loss
-        loss = cross_entropy / cross_entropy_weight.wait()                      # ()
-        return loss
+    def weigh(self, comm, target):
+        cross_entropy_weight = comm.global_weight(target)  # ()  loss
+        return cross_entropy_weight
 
-    def forward_predicting(self, comm, images):
+    def forward(self, comm, images):
         features_1 = F.relu(self.features["0"](images))                  # (8, 64, 55, 55)   alexnet.py:50
         features_2 = F.max_pool2d(features_1, 3, stride=2)               # (8, 64, 27, 27)
         features_4 = F.relu(self.features["3"](features_2))              # (8, 192, 27, 27)
@@ -68,6 +52,11 @@ class Stage(nn.Module):
         classifier_5 = F.relu(self.classifier["4"](classifier_3))        # (8, 4096)
         classifier_6 = self.classifier["6"](classifier_5)                # (8, 1000)
         return classifier_6
+
+    def loss(self, comm, classifier_6, target, cross_entropy_weight):
+        cross_entropy = F.cross_entropy(classifier_6, target, reduction="sum")  # ()  loss
+        loss = cross_entropy / cross_entropy_weight.wait()                      # ()
+        return loss
 
 
 BUCKETS = (  # gradients all-reduced together, in the order of backward
@@ -102,21 +91,23 @@ BUCKETS = (  # gradients all-reduced together, in the order of backward
 
 def step(comm, stage, images, target):
     """Forward and backward of one batch; the gradients are left in `.grad`, summed."""
-    loss = stage(comm, images, target)
-    total = comm.sum_loss(loss)            # the global loss
-    with comm.all_reduce(stage, BUCKETS):  # 244 MB in 5 buckets, during backward
+    cross_entropy_weight = stage.weigh(comm, target)  # what the loss divides by
+    loss = stage.loss(comm, stage(comm, images), target, cross_entropy_weight)
+    total = comm.sum_loss(loss)                       # the global loss
+    with comm.all_reduce(stage, BUCKETS):             # 244 MB in 5 buckets, during backward
         loss.backward()
     return total.wait()
 
 
 def evaluate(comm, stage, images, target):
     """The loss of one batch, forward only."""
-    loss = stage(comm, images, target)
-    total = comm.sum_loss(loss)  # the global loss
+    cross_entropy_weight = stage.weigh(comm, target)  # what the loss divides by
+    loss = stage.loss(comm, stage(comm, images), target, cross_entropy_weight)
+    total = comm.sum_loss(loss)                       # the global loss
     return total.wait()
 
 
 def predict(comm, stage, images):
     """The model's output for this rank's examples, forward only."""
-    cut0 = stage.forward_predicting(comm, images)
+    cut0 = stage(comm, images)
     return cut0

@@ -60,13 +60,6 @@ class Stage(nn.Module):
         classifier_5 = F.relu(classifier_4)  # (4, 1024)
         return classifier_5
 
-    def forward_stage1_predicting(self, comm, cut0):
-        classifier_2 = F.relu(self.classifier["1"](cut0))                      # (8, 1024/2)  alexnet.py:51
-        classifier_3 = comm.dropout(classifier_2, 0.5, draw=1, features=1024)  # (8, 1024/2)
-        # (4, 1024)    features -> batch, 8.19 kB
-        classifier_3_own = comm.all_to_all(classifier_3, to="batch", features=1024)
-        return classifier_3_own
-
 
 STAGE0_BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 369 kB
@@ -135,7 +128,7 @@ def predict(stage0, stage1, stage2, readers, stage, images):
     """The model's output for this rank's examples, forward only."""
     cut0 = stage.forward_stage0(stage0, images)
     cut0_group = stage1.modulo(cut0)                                # all-gather: the examples of all ranks of the group
-    cut1 = stage.forward_stage1_predicting(stage1, cut0_group)
+    cut1 = stage.forward_stage1(stage1, cut0_group)
     cut2 = stage.forward_stage2(stage2, cut1)
     stage2.send(cut2, "stage3")                                     # -> stage3  16.4 kB
     cut3_readers = readers.recv("stage3", (-1, 10), torch.float32)  # <- stage3  160 B

@@ -65,20 +65,13 @@ class Stage(nn.Module):
         classifier_5 = F.relu(classifier_4)  # (4, 1024)
         return classifier_5
 
-    def forward_stage3(self, comm, target, cut2):
-        cross_entropy = F.cross_entropy(self.classifier["6"](cut2), target)  # ()  loss
-        return cross_entropy
-
-    def forward_stage1_predicting(self, comm, cut0):
-        classifier_2 = F.relu(self.classifier["1"](cut0))                      # (8, 1024/2)  alexnet.py:51
-        classifier_3 = comm.dropout(classifier_2, 0.5, draw=1, features=1024)  # (8, 1024/2)
-        # (4, 1024)    features -> batch, 8.19 kB
-        classifier_3_own = comm.all_to_all(classifier_3, to="batch", features=1024)
-        return classifier_3_own
-
-    def forward_stage3_predicting(self, comm, cut2):
+    def forward_stage3(self, comm, cut2):
         classifier_6 = self.classifier["6"](cut2)  # (16, 10)  alexnet.py:51
         return classifier_6
+
+    def loss_stage3(self, comm, classifier_6, target):
+        cross_entropy = F.cross_entropy(classifier_6, target)  # ()  loss
+        return cross_entropy
 
 
 STAGE0_BUCKETS = (  # gradients all-reduced together, in the order of backward
@@ -122,7 +115,7 @@ def step(stage0, stage1, stage2, stage3, stage, images, target):
     cut2 = stage.forward_stage2(stage2, cut1_stage2)
     stage2.send(cut2, "stage3")                                                      # -> stage3  16.4 kB
     cut2_stage3 = stage3.recv("stage2", (-1, 1024), torch.float32).requires_grad_()  # <- stage2  65.5 kB
-    loss = stage.forward_stage3(stage3, target_stage3, cut2_stage3)
+    loss = stage.loss_stage3(stage3, stage.forward_stage3(stage3, cut2_stage3), target_stage3)
     total = stage3.sum_loss(loss)                                                    # the global loss
     loss.backward()
     stage3.send(cut2_stage3.grad, "stage2")                                          # -> stage2  65.5 kB
@@ -147,7 +140,7 @@ def evaluate(stage0, stage1, stage2, stage3, stage, images, target):
     cut2 = stage.forward_stage2(stage2, cut1)
     stage2.send(cut2, "stage3")                                     # -> stage3  16.4 kB
     cut2_stage3 = stage3.recv("stage2", (-1, 1024), torch.float32)  # <- stage2  65.5 kB
-    loss = stage.forward_stage3(stage3, target_stage3, cut2_stage3)
+    loss = stage.loss_stage3(stage3, stage.forward_stage3(stage3, cut2_stage3), target_stage3)
     total = stage3.sum_loss(loss)                                   # the global loss
     return total.wait()
 
@@ -156,11 +149,11 @@ def predict(stage0, stage1, stage2, stage3, readers, stage, images):
     """The model's output for this rank's examples, forward only."""
     cut0 = stage.forward_stage0(stage0, images)
     cut0_group = stage1.modulo(cut0)                                # all-gather: the examples of all ranks of the group
-    cut1 = stage.forward_stage1_predicting(stage1, cut0_group)
+    cut1 = stage.forward_stage1(stage1, cut0_group)
     cut2 = stage.forward_stage2(stage2, cut1)
     stage2.send(cut2, "stage3")                                     # -> stage3  16.4 kB
     cut2_stage3 = stage3.recv("stage2", (-1, 1024), torch.float32)  # <- stage2  65.5 kB
-    cut3 = stage.forward_stage3_predicting(stage3, cut2_stage3)
+    cut3 = stage.forward_stage3(stage3, cut2_stage3)
     stage3.send(cut3, "readers")                                    # -> readers  640 B
     cut3_readers = readers.recv("stage3", (-1, 10), torch.float32)  # <- stage3  160 B
     return cut3_readers

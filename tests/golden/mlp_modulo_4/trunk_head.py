@@ -36,20 +36,20 @@ class Stage(nn.Module):
         loss_weight = comm.global_weight(target, ignore_index=0, own=True).wait()  # ()  loss
         return loss_weight
 
-    def forward_head(self, comm, target, cut0, loss_weight):
-        relu_1 = F.relu(self.hidden["1"](cut0))                                  # (4, 33/2)  mlp.py:31
-        output_part = F.linear(relu_1, self.output.weight)                       # (4, 10)    mlp.py:32
-        output_sum = comm.reduce_from_group(output_part)                        # (4, 10)    partial -> replicate, 160 B
-        output = output_sum + self.output.bias                                   # (4, 10)    mlp.py:32
-        loss = F.cross_entropy(output, target, ignore_index=0, reduction="sum")  # ()         loss
+    def forward_head(self, comm, cut0):
+        relu_1 = F.relu(self.hidden["1"](cut0))             # (4, 33/2)  mlp.py:31
+        output_part = F.linear(relu_1, self.output.weight)  # (4, 10)    mlp.py:32
+        output_sum = comm.reduce_from_group(output_part)    # (4, 10)    partial -> replicate, 160 B
+        output = output_sum + self.output.bias              # (4, 10)    mlp.py:32
+        return output
+
+    def loss_head(self, comm, output, target, loss_weight):
+        loss = F.cross_entropy(output, target, ignore_index=0, reduction="sum")  # ()  loss
         loss_1 = loss / loss_weight                                              # ()
         return loss_1
 
-    def forward_head_predicting(self, comm, cut0):
-        relu_1 = F.relu(self.hidden["1"](cut0))                       # (4, 33/2)  mlp.py:31
-        output_part = F.linear(relu_1, self.output.weight)            # (4, 10)    mlp.py:32
-        output_sum = comm.reduce_from_group(output_part)              # (4, 10)    partial -> replicate, 160 B
-        output_own = comm.slice_batch(output_sum + self.output.bias)  # (4, 10)    replicate -> batch
+    def output_head(self, comm, output):
+        output_own = comm.slice_batch(output)  # (4, 10)  replicate -> batch
         return output_own
 
 
@@ -80,7 +80,7 @@ def step(trunk, head, stage, images, target):
         target_group = head[k].modulo(head[k].piece(target))        # all-gather: a microbatch of all ranks of the group
         # all-gather: a microbatch of all ranks of the group
         cut0_group = head[k].modulo(head[k].piece(cut0).detach()).requires_grad_()
-        loss = stage.forward_head(head[k], target_group, cut0_group, loss_weight)
+        loss = stage.loss_head(head[k], stage.forward_head(head[k], cut0_group), target_group, loss_weight)
         losses.append(loss.detach())
         with head[k].all_reduce(stage, HEAD_BUCKETS):                      # 1.88 kB in 1 bucket, in the last microbatch
             loss.backward()
@@ -97,7 +97,7 @@ def evaluate(trunk, head, stage, images, target):
     loss_weight = stage.weigh_head(head, target)  # what the loss divides by
     target_group = head.modulo(target)            # all-gather: the examples of all ranks of the group
     cut0_group = head.modulo(cut0)                # all-gather: the examples of all ranks of the group
-    loss = stage.forward_head(head, target_group, cut0_group, loss_weight)
+    loss = stage.loss_head(head, stage.forward_head(head, cut0_group), target_group, loss_weight)
     total = head.sum_loss(loss)                   # the global loss
     return total.wait()
 
@@ -106,5 +106,5 @@ def predict(trunk, head, stage, images):
     """The model's output for this rank's examples, forward only."""
     cut0 = stage.forward_trunk(trunk, images)
     cut0_group = head.modulo(cut0)  # all-gather: the examples of all ranks of the group
-    cut1 = stage.forward_head_predicting(head, cut0_group)
+    cut1 = stage.output_head(head, stage.forward_head(head, cut0_group))
     return cut1

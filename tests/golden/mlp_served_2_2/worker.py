@@ -27,18 +27,11 @@ class Stage(nn.Module):
         })
         self.output = nn.Linear(33, 10)
 
-    def forward(self, comm, images, target):
-        cross_entropy_weight = comm.global_weight(target)                 # ()                     loss
-        flatten = images.flatten(1)                                       # (4, 20)                mlp.py:29
-        comm.pull(0)                                                      # 4.95 kB of parameters
-        relu = F.relu(self.hidden["0"](flatten))                          # (4, 16)                mlp.py:31
-        relu_1 = F.relu(self.hidden["1"](relu))                           # (4, 33)
-        output = self.output(relu_1)                                      # (4, 10)                mlp.py:32
-        cross_entropy = F.cross_entropy(output, target, reduction="sum")  # ()                     loss
-        loss = cross_entropy / cross_entropy_weight.wait()                # ()
-        return loss
+    def weigh(self, comm, target):
+        cross_entropy_weight = comm.global_weight(target)  # ()  loss
+        return cross_entropy_weight
 
-    def forward_predicting(self, comm, images):
+    def forward(self, comm, images):
         flatten = images.flatten(1)               # (4, 20)                mlp.py:29
         comm.pull(0)                              # 4.95 kB of parameters
         relu = F.relu(self.hidden["0"](flatten))  # (4, 16)                mlp.py:31
@@ -46,27 +39,34 @@ class Stage(nn.Module):
         output = self.output(relu_1)              # (4, 10)                mlp.py:32
         return output
 
+    def loss(self, comm, output, target, cross_entropy_weight):
+        cross_entropy = F.cross_entropy(output, target, reduction="sum")  # ()  loss
+        loss = cross_entropy / cross_entropy_weight.wait()                # ()
+        return loss
+
 
 def step(comm, stage, images, target):
     """Forward and backward of one batch; the gradients go to the servers."""
-    comm.start_pulls(stage, SERVED["worker"])  # parameters begin to arrive
-    loss = stage(comm, images, target)
-    total = comm.sum_loss(loss)                # the global loss
-    with comm.push(stage, SERVED["worker"]):   # 4.95 kB in 1 bucket, during backward
+    comm.start_pulls(stage, SERVED["worker"])         # parameters begin to arrive
+    cross_entropy_weight = stage.weigh(comm, target)  # what the loss divides by
+    loss = stage.loss(comm, stage(comm, images), target, cross_entropy_weight)
+    total = comm.sum_loss(loss)                       # the global loss
+    with comm.push(stage, SERVED["worker"]):          # 4.95 kB in 1 bucket, during backward
         loss.backward()
     return total.wait()
 
 
 def evaluate(comm, stage, images, target):
     """The loss of one batch, forward only."""
-    comm.start_pulls(stage, SERVED["worker"])  # parameters begin to arrive
-    loss = stage(comm, images, target)
-    total = comm.sum_loss(loss)                # the global loss
+    comm.start_pulls(stage, SERVED["worker"])         # parameters begin to arrive
+    cross_entropy_weight = stage.weigh(comm, target)  # what the loss divides by
+    loss = stage.loss(comm, stage(comm, images), target, cross_entropy_weight)
+    total = comm.sum_loss(loss)                       # the global loss
     return total.wait()
 
 
 def predict(comm, stage, images):
     """The model's output for this rank's examples, forward only."""
     comm.start_pulls(stage, SERVED["worker"])  # parameters begin to arrive
-    cut0 = stage.forward_predicting(comm, images)
+    cut0 = stage(comm, images)
     return cut0

@@ -22,16 +22,18 @@ class Stage(nn.Module):
         super().__init__()
         self.fc = nn.Linear(32, 10)
 
-    def forward(self, comm, target, cut0):
-        loss_weight = comm.global_weight(target, ignore_index=0)             # ()       loss
-        fc = self.fc(cut0)                                                   # (b, 10)  resnet.py:57
-        loss = F.cross_entropy(fc, target, ignore_index=0, reduction="sum")  # ()       loss
-        loss_1 = loss / loss_weight.wait()                                   # ()
-        return loss_1
+    def weigh(self, comm, target):
+        loss_weight = comm.global_weight(target, ignore_index=0)  # ()  loss
+        return loss_weight
 
-    def forward_predicting(self, comm, cut0):
+    def forward(self, comm, cut0):
         fc = self.fc(cut0)  # (b, 10)  resnet.py:57
         return fc
+
+    def loss(self, comm, fc, target, loss_weight):
+        loss = F.cross_entropy(fc, target, ignore_index=0, reduction="sum")  # ()  loss
+        loss_1 = loss / loss_weight.wait()                                   # ()
+        return loss_1
 
 
 BUCKETS = (  # gradients all-reduced together, in the order of backward
@@ -46,7 +48,8 @@ def step(comm, stage):
     """Forward and backward of one batch; the gradients are left in `.grad`, summed."""
     target = comm.recv("conv", (-1,), torch.int64)                      # <- conv  8 B an example
     cut0 = comm.recv("conv", (-1, 32), torch.float32).requires_grad_()  # <- conv  128 B an example
-    loss = stage(comm, target, cut0)
+    loss_weight = stage.weigh(comm, target)                             # what the loss divides by
+    loss = stage.loss(comm, stage(comm, cut0), target, loss_weight)
     total = comm.sum_loss(loss)                                         # the global loss
     with comm.all_reduce(stage, BUCKETS):                               # 1.32 kB in 1 bucket, during backward
         loss.backward()
@@ -58,7 +61,8 @@ def evaluate(comm, stage):
     """The loss of one batch, forward only."""
     target = comm.recv("conv", (-1,), torch.int64)     # <- conv  8 B an example
     cut0 = comm.recv("conv", (-1, 32), torch.float32)  # <- conv  128 B an example
-    loss = stage(comm, target, cut0)
+    loss_weight = stage.weigh(comm, target)            # what the loss divides by
+    loss = stage.loss(comm, stage(comm, cut0), target, loss_weight)
     total = comm.sum_loss(loss)                        # the global loss
     return total.wait()
 
@@ -66,6 +70,6 @@ def evaluate(comm, stage):
 def predict(comm, stage):
     """This rank's part of the model's output, which the readers receive."""
     cut0 = comm.recv("conv", (-1, 32), torch.float32)  # <- conv  128 B an example
-    cut1 = stage.forward_predicting(comm, cut0)
+    cut1 = stage(comm, cut0)
     comm.send(cut1, "readers")                         # -> readers  40 B an example
     return None
