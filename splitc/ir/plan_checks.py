@@ -113,7 +113,7 @@ def _microbatches(plan: Plan) -> Iterator[str]:
     if number > smallest:
         yield f"{why}, but a rank of {reader} reads {smallest} examples: take at most {smallest}"
     for role, group in plan.groups.items():
-        if group.num_microbatches > 1:
+        if group.turns > 1:
             yield f"{why}, but groups: {role} has microbatches of its own, by scheme {group.scheme!r}: take BK"
         if group.updates == "every":
             yield f"{why}, but groups: {role} updates in every microbatch: take 'once'"
