@@ -30,8 +30,9 @@ def with_shared_forward(program: LoweredProgram) -> LoweredProgram:
     for role, stage in evaluated.items():
         evaluated[role] = replace(stage, mode="" if _are_alike(trained[role], stage) else EVALUATING)
     for role, outputs in predicted.items():
-        base = evaluated.get(role, trained.get(role))
-        if base is None or (shared := _shared(base, outputs)) is None:
+        if (base := evaluated.get(role, trained.get(role))) is None:
+            continue  # the readers, which compute nothing
+        if (shared := _shared(base, outputs)) is None:
             predicted[role] = replace(outputs, mode=PREDICTING)
             continue
         base, predicted[role] = shared
@@ -52,52 +53,45 @@ def _stages(program: Program | Refusal | None) -> dict[str, Stage]:
 
 def _shared(stage: Stage, outputs: Stage) -> tuple[Stage, Stage] | None:
     """A stage and that of outputs with one forward; None where the latter has to have one of its own."""
-    alike, storing = _alike(stage, outputs), _storing(stage.graph)
-    forward, after = set[fx.Node](), list[fx.Node]()
+    alike = _alike(stage, outputs)
+    forward, after = _divided(stage, alike)
+    others = {alike[node]: node for node in alike if node in forward or not is_computed(node)}
+    more = [node for node in outputs.graph.nodes if is_computed(node) and node not in others]
+    later, sent = {node.name for node in after}, values_sent(stage)
+    if bool(after) != stage.has_loss or not later.isdisjoint(node.name for node in (*sent, *more)):
+        return None
+    needed = [*values_sent(outputs), *(value for node in more for value in node.all_input_nodes)]
+    read = [*(others.get(node) for node in needed), *(value for node in after for value in node.all_input_nodes)]
+    returned = [*sent, *dict.fromkeys(node for node in read if node in forward and node not in sent)]
+    own = replace(stage, forward=tuple(node.name for node in returned), after=tuple(node.name for node in after))
+    names = tuple(alike[node].name if node in alike else "" for node in returned)
+    other = replace(outputs, mode=stage.mode, forward=names, after=tuple(node.name for node in more))
+    given, again = arriving(own, Part.FORWARD), arriving(own, Part.LOSS) if after else []
+    if not returned or (more and "" in names) or any(n.target is comm_ops.recv and n in given for n in again):
+        return None  # what was received is there once, in microbatches
+    return (own, other) if [alike.get(node) for node in given] == arriving(other, Part.FORWARD) else None
+
+
+def _divided(stage: Stage, alike: Mapping[fx.Node, fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
+    """What the forward of a stage computes, and what is computed after it.
+
+    The forward may compute what outputs do not need, where it has all for that: what is sent, and what tensors of the
+    model are in the next step, which outputs do not change.
+    """
+    forward, after, kept = set[fx.Node](), list[fx.Node](), set(stores(stage.graph))
+    for node in reversed(stage.graph.nodes):
+        if node.op != "output" and (not stage.has_loss or (node.users and kept.issuperset(node.users))):
+            kept.add(node)
     for node in filter(is_computed, stage.graph.nodes):
         if info(node).once or starts_at_once(node):
             continue
-        stored = node in storing and all(each in forward or each.op == "get_attr" for each in node.all_input_nodes)
-        if (node in alike or stored) and all(map(_may_wait, after)):
+        is_plain = node.target is comm_ops.store_buffer or comm_ops.op_of(node) is None
+        has_all = all(each in forward or each.op == "get_attr" for each in node.all_input_nodes)
+        if (node in alike or (node in kept and is_plain and has_all)) and all(map(_may_wait, after)):
             forward.add(node)
         else:
             after.append(node)
-    others = {alike[node]: node for node in alike if node in forward or not is_computed(node)}
-    more = [node for node in outputs.graph.nodes if is_computed(node) and node not in others]
-    later = {node.name for node in after}
-    if bool(after) != stage.has_loss or not later.isdisjoint(node.name for node in (*values_sent(stage), *more)):
-        return None
-    of_outputs = [*values_sent(outputs), *(value for node in more for value in node.all_input_nodes)]
-    needed = [others[node] for node in of_outputs if node in others]
-    needed += [value for node in after for value in node.all_input_nodes]
-    returned = [*values_sent(stage), *dict.fromkeys(n for n in needed if n in forward and n not in values_sent(stage))]
-    if not returned or any(node not in alike for node in returned):
-        return None
-    own = replace(stage, forward=tuple(node.name for node in returned), after=tuple(node.name for node in after))
-    other = replace(
-        outputs,
-        mode=stage.mode,
-        forward=tuple(alike[node].name for node in returned),
-        after=tuple(node.name for node in more),
-    )
-    given = arriving(own, Part.FORWARD)
-    if [alike.get(node) for node in given] != arriving(other, Part.FORWARD) or _is_read_again(own, given):
-        return None
-    return own, other
-
-
-def _is_read_again(stage: Stage, given: list[fx.Node]) -> bool:
-    """Whether the loss reads what the forward received: in microbatches that is there once."""
-    return any(node.target is comm_ops.recv for node in arriving(stage, Part.LOSS) if node in given)
-
-
-def _storing(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of which tensors of the model are made for the next step, which evaluation leaves as they are."""
-    found = set(stores(graph))
-    for node in reversed(graph.nodes):
-        if node.users and found.issuperset(node.users):
-            found.add(node)
-    return found
+    return forward, after
 
 
 def _may_wait(node: fx.Node) -> bool:

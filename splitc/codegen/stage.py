@@ -18,7 +18,7 @@ from splitc.ir import comm_ops
 from splitc.ir.graph import assigned, info, op_name, starts_at_once
 from splitc.ir.program import LoweredProgram, PlacedProgram, Refusal, Stage, TensorSpec
 from splitc.ir.schedule.actions import Action
-from splitc.ir.stage_parts import PREDICTING, Part, is_computed, parameters, part_of, parts_of, returned_by
+from splitc.ir.stage_parts import PREDICTING, Part, is_computed, is_idle, parameters, part_of, parts_of, returned_by
 from splitc.ir.torch_ops import ops_with
 from splitc.ir.transitions import transition_of
 from splitc.ir.wire import inside
@@ -41,13 +41,13 @@ def stage_class(program: LoweredProgram, stages: Sequence[Stage], batches: Mappi
     batches: role -> examples in the shape comments; None writes `b`, where the role's ranks differ.
     """
     roles = {stage.role for stage in stages}
-    methods = [(stage, parts_of(stage)) for stage in stages]
-    if not isinstance(evaluated := program.evaluated, Refusal):
-        methods += [(each, parts_of(each)) for each in evaluated.stages if each.role in roles and each.mode]
-    if not isinstance(predicted := program.predicted, Refusal):
-        own = [each for each in predicted.stages if each.role in roles]
-        methods += [(each, parts_of(each)[each.mode != PREDICTING :]) for each in own]
-    tree = ModuleTree(program, [stage for stage, parts in methods if parts])
+    methods: list[tuple[LoweredProgram, Stage, tuple[Part, ...]]] = [(program, s, parts_of(s)) for s in stages]
+    if not isinstance(other := program.evaluated, Refusal):
+        methods += [(other, each, parts_of(each)) for each in other.stages if each.role in roles and each.mode]
+    if not isinstance(other := program.predicted, Refusal):
+        own = [each for each in other.stages if each.role in roles and not is_idle(each)]
+        methods += [(other, each, parts_of(each)[each.mode != PREDICTING :]) for each in own]
+    tree = ModuleTree(program, [stage for _, stage, parts in methods if parts])
     lines = [
         f"class Stage({tree.base}):",
         '    """Parameter names are those of the original model, so its checkpoints load."""',
@@ -55,8 +55,8 @@ def stage_class(program: LoweredProgram, stages: Sequence[Stage], batches: Mappi
         f"    def __init__({', '.join(['self', *tree.parameters])}):",
         *(f"        {line}" for text in tree.lines() for line in _module_lines(text)),
     ]
-    for stage, part in ((stage, part) for stage, parts in methods for part in parts):
-        name = method_name(program, stage, len(stages) == 1, part)
+    for owner, stage, part in ((owner, stage, part) for owner, stage, parts in methods for part in parts):
+        name = method_name(owner, stage, len(stages) == 1, part)
         names, writer = variables(stage.graph), _PartWriter(program, stage, part, tree, batches.get(stage.role))
         header = f"    def {name}(self, {', '.join(['comm', *(names[node] for node in parameters(stage, part))])}):"
         lines += ["", *wrapped(header, 120), *aligned(writer.lines(), "        ")]

@@ -21,11 +21,10 @@ def receiving(outputs: LoweredProgram) -> list[str]:
 
 def method_name(program: Program, stage: Stage, alone: bool, part: Part = Part.FORWARD) -> str:
     """The method that runs a stage, alone in its class or one of several: not the name of something that it holds."""
-    held = {name.partition(".")[0] for tensor in program.tensors.values() for name in (tensor.name, *tensor.names)}
-    if alone and not stage.mode and part is Part.FORWARD:
-        return part.value
-    name = f"{part.value}{stage.mode}" if alone else f"{part.value}_{stage.role}{stage.mode}"
-    while name in held:
+    paths = [name for tensor in program.tensors.values() for name in (tensor.name, *tensor.names)]
+    paths += [str(node.target) for node in program.graph.nodes if node.op == "call_module"]  # regions without tensors
+    name = "_".join([str(part.value), *[stage.role] * (not alone)]) + stage.mode
+    while name in {path.partition(".")[0] for path in paths}:
         name += "_"
     return name
 

@@ -20,7 +20,7 @@ from splitc.ir.program import LoweredProgram, Stage
 from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.ir.schedule.loop_nest import loop_nest
 from splitc.ir.schedule.verbs import When
-from splitc.ir.stage_parts import Part, arriving, parts_of, returned_cuts, values_sent, weighed
+from splitc.ir.stage_parts import Part, arriving, is_idle, parts_of, returned_cuts, values_sent, weighed
 from splitc.ir.wire import bucket_nbytes
 from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import Rounds
@@ -167,7 +167,7 @@ class StepWriter:
 
     def _forward(self, action: Action, comm: Comm) -> list[Line]:
         stage = self._program.stage(action.role)
-        if stage.graph.output_node().args[0] is not None and self._program.loss.target is comm_ops.returned:
+        if self._program.loss.target is comm_ops.returned and (stage.has_loss or is_idle(stage)):
             return []
         lines = [line for cut in stage.receives for line in self._cuts.entry(cut, comm)]
         returned = [self._cuts.returned(cut) for cut in returned_cuts(stage)]
@@ -303,6 +303,6 @@ def _taken(call: str, returned: Sequence[str], results: Mapping[str, str]) -> li
     if nodes == list(returned[: len(nodes)]):
         some = "" if len(nodes) == len(returned) else "[0]" if len(nodes) == 1 else f"[:{len(nodes)}]"
         return [(f"{', '.join(results)} = {call}{some}" if results else call, "")]
-    names = {node: name for name, node in reversed(results.items())}
+    names = {node: name for name, node in reversed([*results.items()])}
     again = [(f"{name} = {names[node]}", "") for name, node in results.items() if names[node] != name]
     return [(f"{', '.join(names.get(node, '_') for node in returned)} = {call}", ""), *again]

@@ -29,6 +29,11 @@ def parts_of(stage: Stage) -> tuple[Part, ...]:
     return *before, Part.FORWARD, *((_last(stage),) if stage.after else ())
 
 
+def is_idle(stage: Stage) -> bool:
+    """Whether nothing is computed in a stage, or passed on."""
+    return not stage.sends and not any(map(is_computed, stage.graph.nodes))
+
+
 def part_of(stage: Stage, node: fx.Node) -> Part:
     """The method that computes a node of a stage."""
     if info(node).once or (stage.after and starts_at_once(node)):
@@ -77,10 +82,8 @@ def returned_cuts(stage: Stage) -> list[Cut]:
 
 def values_sent(stage: Stage) -> list[fx.Node]:
     """The values of these cuts."""
-    sent = {cut_of(node): node.args[0] for node in stage.graph.nodes if node.target is comm_ops.send}
-    values = [sent[cut] for cut in returned_cuts(stage)]
-    assert all(isinstance(value, fx.Node) for value in values)
-    return values  # type: ignore[return-value]
+    sent = {cut_of(node): node.all_input_nodes[0] for node in stage.graph.nodes if node.target is comm_ops.send}
+    return [sent[cut] for cut in returned_cuts(stage)]
 
 
 def parameters(stage: Stage, part: Part) -> list[fx.Node]:
