@@ -6,7 +6,7 @@ train are summed.  Every strategy asks here, so that none ignores a part of a pi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from splitc.ir.placements import SPLITS
@@ -40,7 +40,7 @@ class PinWords:
 
 def contradictions(request: Request, strategy: str, words: PinWords) -> list[str]:
     """Why `strategy` cannot follow the pins: one line for each part of a pin that it does not have."""
-    layers: dict[tuple[str, str, object, str], list[str]] = {}
+    asking: dict[tuple[str, str], list[str]] = {}
     for layer, pin in request.pins.items():
         for part, value, known in (
             ("role", pin.role, words.roles(request, pin)),
@@ -50,12 +50,17 @@ def contradictions(request: Request, strategy: str, words: PinWords) -> list[str
             ("split", pin.split, SPLITS if words.divides else ()),
         ):
             if value is not None and value not in known:
-                key = pin.pattern, part, value, ", ".join(str(word) for word in known)
-                layers.setdefault(key, []).append(layer)
+                has = f"has only {', '.join(map(str, known))}" if known else "divides no layer"
+                problem = f"asks for {part} {value!r} of ..., but {strategy} {has}"
+                asking.setdefault((pin.pattern, problem), []).append(layer)
+    return _told(asking)
+
+
+def _told(asking: Mapping[tuple[str, str], Sequence[str]]) -> list[str]:
+    """A line for each pattern and problem of its pin, in which `...` stands for the layers that have it."""
     return [
-        f"pin {pattern!r} asks for {part} {value!r} of {quote_layers(matching)}, "
-        f"but {strategy} {f'has only {known}' if known else 'divides no layer'}"
-        for (pattern, part, value, known), matching in layers.items()
+        f"pin {pattern!r} {problem.replace('...', quote_layers(layers))}"
+        for (pattern, problem), layers in asking.items()
     ]
 
 
@@ -80,10 +85,7 @@ def unmet(request: Request, ranks: int, size: int | None = None) -> list[str]:
         )
         for problem in found:
             asking.setdefault((pin.pattern, problem), []).append(layer)
-    return [
-        f"pin {pattern!r} {problem.replace('...', quote_layers(layers))}"
-        for (pattern, problem), layers in asking.items()
-    ]
+    return _told(asking)
 
 
 def _of_its_kind(request: Request, layer: str, pin: Pin) -> Iterator[str]:
