@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from splitc import units
 from splitc.errors import CaptureError
+from splitc.runtime.data import drawn
 from splitc.runtime.nested import parts, replaced, tensors
 
 _FORM = (
@@ -78,7 +79,7 @@ def resized(sizes: tuple[tuple[int, ...], ...], example: Any, model: nn.Module) 
     if example is None:
         dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
         require_room(sum(map(prod, sizes)) * dtype.itemsize, sizes[0][0])
-        return tuple(_random(shape, dtype, 2) for shape in sizes)
+        return tuple(drawn(shape, dtype) for shape in sizes)
     given = dict(tensors(example if isinstance(example, Mapping) else as_tuple(example)))
     if len(sizes) == 1 and len(sizes[0]) == 1:
         sizes = sizes * len(given)
@@ -97,8 +98,8 @@ def resized(sizes: tuple[tuple[int, ...], ...], example: Any, model: nn.Module) 
         if len(shape) == 1:
             given[path] = rows(like, shape[0])
         else:
-            high = int(like.max()) + 1 if like.numel() and not like.dtype.is_floating_point else 2
-            given[path] = _random(shape, like.dtype, high)
+            whole = like.numel() and not (like.dtype.is_floating_point or like.dtype.is_complex)
+            given[path] = drawn(shape, like.dtype, max(int(like.max()) + 1, 1) if whole else None)
     return replaced(example if isinstance(example, Mapping) else as_tuple(example), given)
 
 
@@ -122,12 +123,6 @@ def _free_memory() -> float:
         group = Path("/sys/fs/cgroup")
         free = min(free, float((group / "memory.max").read_text()) - float((group / "memory.current").read_text()))
     return max(free, 0.0)
-
-
-def _random(shape: Sequence[int], dtype: torch.dtype, high: int) -> Tensor:
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(*shape, dtype=dtype)
-    return torch.randint(0, max(high, 1), tuple(shape)).to(dtype)
 
 
 def rows(value: Any, batch: int) -> Any:

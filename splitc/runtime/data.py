@@ -90,6 +90,17 @@ def as_tuple(batch: Any, paths: Mapping[str, Path] | None = None) -> tuple[Tenso
     return tuple(tensor for item in items for tensor in as_tuple(item, paths))
 
 
+def drawn(
+    sizes: Sequence[int], dtype: torch.dtype, high: Any = None, generator: torch.Generator | None = None
+) -> Tensor:
+    """Random numbers, of which synthetic data are.  high: bound of whole ones, see `Input`; None: 2, none of floats."""
+    if high is None and (dtype.is_floating_point or dtype.is_complex):
+        return torch.randn(sizes, dtype=dtype, generator=generator)
+    if isinstance(high, list):
+        return torch.randint(1 << 62, sizes, generator=generator).remainder_(torch.tensor(high)).to(dtype)
+    return torch.randint(2 if high is None else high, sizes, generator=generator).to(dtype)
+
+
 def without_examples(batch: Sequence[Tensor], spec: RankSpec) -> tuple[Tensor, ...]:
     """Of a batch as `as_tuple` gives it no example, for a reader that has none in a step."""
     shapes = ([slice(0) if n < 0 else slice(None) for n in each.shape] for each in spec.inputs.values())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ..data import as_tuple
+from ..data import as_tuple, drawn
 from ..errors import LaunchError
 from ..loader import Loader
 from ..spec import RankSpec
@@ -108,13 +108,7 @@ def synthetic(rank: RankSpec, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:
     if any(-2 in each.shape for each in rank.inputs.values()):
         raise LaunchError("a function divides the model's batches, of which none can be drawn here: give --data")
 
-    def draw(shape: tuple[int, ...], dtype: torch.dtype, high: int | list[Any] | None) -> Tensor:
-        sizes = [last - first if n == -1 else n for n in shape]
-        if high is None and (dtype.is_floating_point or dtype.is_complex):
-            return torch.randn(sizes, dtype=dtype, generator=generator)
-        if isinstance(high, list):
-            return torch.randint(1 << 62, sizes, generator=generator).remainder_(torch.tensor(high)).to(dtype)
-        return torch.randint(0, 2 if high is None else high, sizes, generator=generator).to(dtype)
-
+    sizes = {name: [last - first if n == -1 else n for n in each.shape] for name, each in rank.inputs.items()}
     while True:
-        yield tuple(draw(i.shape, getattr(torch, i.dtype), i.high) for i in rank.inputs.values())
+        inputs = rank.inputs.items()
+        yield tuple(drawn(sizes[name], getattr(torch, each.dtype), each.high, generator) for name, each in inputs)
