@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
-from splitc.checks.batch_sizes import microbatch_problems
+from splitc.checks.batch_sizes import step_problems
 from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.errors import LaunchError, PlacementError, bullets
 from splitc.ir.names import near_name
@@ -76,7 +76,7 @@ def for_layers(program: Program, plan: Plan) -> tuple[Plan, list[str]]:
 
 def _misfits(program: Program, plan: Plan) -> Iterator[str]:
     """Placements that need data from a later role or leave gradients of copies apart, and small batches."""
-    yield from microbatch_problems(program, plan)
+    yield from step_problems(program, plan)
     yield from sync_misfits(program, plan)
     order, placed = list(plan.roles), plan.placements
     for value, reader in program.edges():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitc.checks.batch_sizes import microbatch_problems
+from splitc.checks.batch_sizes import step_problems
 from splitc.checks.graph import tied_are_replicated
 from splitc.cost_models.memory.memory import exchanged_nbytes
 from splitc.errors import PlacementError
@@ -35,7 +35,7 @@ def problems_of(request: Request, plan: Plan) -> list[str]:
     """What contradicts itself in a plan, or cannot be in its microbatches and groups: one line each."""
     return [
         *decision_problems(plan),
-        *microbatch_problems(request.program, plan),
+        *step_problems(request.program, plan),
         *sync_misfits(request.program, plan),
         *(tied_are_replicated(request.program.placed(plan)) if plan.groups else ()),
     ]

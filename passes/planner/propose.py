@@ -91,7 +91,7 @@ def _nothing(request: Request, rules: CutRules, asked: Strategy, found: Search) 
     if request.pins and (pinned := asked.unfollowed(request)):
         return infeasible(name, pinned, exact)
     if found.fullest is None:
-        if why := asked.undivided(request):
+        if why := asked.indivisible(request):
             return infeasible(name, why, exact)
         if found.bound and not found.proved and time.monotonic() >= request.deadline:
             late = f"none was found in {request.time_limit:g} s; raise time_limit"

@@ -80,6 +80,10 @@ class Strategy:
         schedule = self.schedule if self.microbatches and number > 1 else None
         return Order(number, schedule or usual.schedule)
 
+    def in_order_of(self, other: Strategy) -> Strategy:
+        """The strategy in the microbatches that the other one asks for, if any."""
+        return in_microbatches(self, other.microbatches)
+
     # -- its plans -----------------------------------------------------------------------------------------------------
 
     def proposals(self, request: Request) -> list[PricedPlan]:
@@ -133,7 +137,7 @@ class Strategy:
             return []
         return unmet_in_groups(request, request.world, group_sizes(request.world))
 
-    def undivided(self, request: Request) -> list[str]:
+    def indivisible(self, request: Request) -> list[str]:
         """What of the model cannot be divided as it must."""
         return []
 

@@ -39,7 +39,7 @@ def runs_batches_of(program: LoweredProgram, sizes: Sequence[int]) -> bool:
     return allowed and not any(_too_few_values(program, replace(plan, batch_offsets=offsets)))
 
 
-def microbatch_problems(program: Program, plan: Plan) -> Iterator[str]:
+def step_problems(program: Program, plan: Plan) -> Iterator[str]:
     """Yield why a model cannot run in the microbatches, or the rounds, of a plan."""
     kept = {str(n.all_input_nodes[0].target) for n in stores(program.graph) if not info(n).copied_to_each_stage}
     if plan.rounds and (kept := kept.union(*(own.keeps for _, own in regions(program)))):

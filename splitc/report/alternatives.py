@@ -14,7 +14,7 @@ from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
 from splitc.passes.place import Place
 from splitc.passes.planner.registry import STRATEGIES
-from splitc.passes.planner.strategy import Strategy, in_microbatches, strategy_named
+from splitc.passes.planner.strategy import Strategy, strategy_named
 from splitc.report.what_if import choice_text, simulated_step
 from splitc.strategies.auto import Auto
 from splitc.strategies.data_parallel import DataParallel
@@ -58,7 +58,7 @@ def alternatives(place: Place, program: Program, pattern: str) -> Iterator[Alter
         pinned = replace(place, pins={**others, **inside, pattern: pin})
         tried = [pinned]
         if isinstance(place.strategy, Auto):
-            tried.append(replace(pinned, strategy=in_microbatches(strategy, place.strategy.microbatches)))
+            tried.append(replace(pinned, strategy=strategy.in_order_of(place.strategy)))
         found.append(_priced(Alternative(name, pin), tried, program, chosen))
     if not any(each.chosen for each in found):
         yield _priced(Alternative("as chosen", Placement()), [place], program, chosen)

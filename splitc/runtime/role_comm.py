@@ -3,7 +3,7 @@
 Each part has the methods about one thing, under the names that generated code calls:
 
     CutComm         send, recv, irecv
-    GroupComm       microbatches, piece; start, modulo, slice_batch, shard, slice_features, copy_to_group, ...
+    GroupComm       piece; start, modulo, slice_batch, shard, slice_features, copy_to_group, ...
     DividedLayers   cross_entropy, embedding
     GradientComm    all_reduce, all_reduce_tied, linear, update
     LossComm        batch_norm, all_reduce_scalar, global_weight, scale_by_share, sum_loss, scaled, autocast, ...
@@ -66,6 +66,10 @@ class RoleComm:
         if microbatch not in self._within:
             self._within[microbatch] = RoleComm(self.shared, self.parts, microbatch)
         return self._within[microbatch]
+
+    def microbatches(self) -> list[int]:
+        """Those of a step in which this rank's group has examples; the first one where it has none in any."""
+        return self.shared.busy
 
     @property
     def examples(self) -> tuple[int, int]:

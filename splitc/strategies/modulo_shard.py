@@ -12,6 +12,7 @@ from splitc.ir.placements import SCHEMES, UPDATES
 from splitc.passes.planner.cuts import cut_rules, following
 from splitc.passes.planner.divisions import FEW, Division, Role, group_sizes
 from splitc.passes.planner.options import Space
+from splitc.passes.planner.order import AT_ONCE
 from splitc.passes.planner.pin_checks import PinWords, no_linear, unmet_in_groups
 from splitc.passes.planner.pins import Pin
 from splitc.passes.planner.problem import Option, Place
@@ -43,7 +44,7 @@ class ModuloShard(InRounds):
 
     def divisions(self, request: Request) -> Iterable[Division]:
         everyone, bounds = tuple(range(request.world)), request.bounds(request.world)
-        several = (self.microbatches or 1) > 1  # in which groups work, unless their scheme was asked for too
+        several = self.order(AT_ONCE).pieces > 1  # in which groups work, unless their scheme was asked for too
         for size in self._sizes(request.world):
             scheme = self.scheme or ("B/K" if size <= FEW and not several else "BK")  # in pieces of some size
             yield Division((Role(everyone, bounds), Role(everyone, bounds, size, scheme, self.updates or "once")))
@@ -90,7 +91,7 @@ class ModuloShard(InRounds):
     def unfollowed(self, request: Request) -> list[str]:
         return unmet_in_groups(request, request.world, self._sizes(request.world))
 
-    def undivided(self, request: Request) -> list[str]:
+    def indivisible(self, request: Request) -> list[str]:
         layer = request.program.in_batch
         return [f"{layer} needs the whole batch, so it is not divided"] if layer else []
 

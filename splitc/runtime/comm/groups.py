@@ -14,10 +14,6 @@ from .role import Part, given
 class GroupComm(Part):
     """The transitions of a rank's group, on the examples of the microbatch."""
 
-    def microbatches(self) -> list[int]:
-        """Those of a step in which this rank's group has examples; the first one where it has none in any."""
-        return self.role.busy
-
     def piece(self, value: Tensor, dim: int = 0, rows: int = 1) -> Tensor:
         """The microbatch's examples of a value that has all examples of this rank."""
         start, _ = self.role.context.interval(self.role.spec.examples)

@@ -118,6 +118,11 @@ class Examples:
         """What tells messages to a role from others, and from those of other microbatches."""
         return self.role.spec.role, role, self.microbatch
 
+    def copies(self, module: nn.Module) -> dict[int, Tensor] | None:
+        """What a module changes in all microbatches but the last, whose changes stay: see `own_code.with_copies`."""
+        every = self.role.context.copies
+        return None if self.is_last else every.setdefault((id(module), self.microbatch), {})
+
     @property
     def own(self) -> Interval:
         """This rank's, first and one past the last."""

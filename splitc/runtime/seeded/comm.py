@@ -85,9 +85,7 @@ class SeededComm(Part):
 
         def call(*given: Any, **named: Any) -> Any:
             args, kwargs = unpacked(given), {name: unpacked(value) for name, value in named.items()}
-            examples, every = self.examples, self.role.context.copies
-            copies = None if examples.is_last else every.setdefault((id(module), examples.microbatch), {})
-            with with_copies(module, copies):
+            with with_copies(module, self.examples.copies(module)):
                 if not any(last - first for first, last in self._draws(own).examples or ()):
                     return of_no_examples(module, args, kwargs)
                 with self.seeded(draw, draws, own):
