@@ -11,7 +11,7 @@ Read by the planner (`passes/planner/options.py`), and by the simulation, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from splitc.ir.cluster import Link
 
@@ -99,3 +99,14 @@ def _exchange(nbytes: float, link: Link) -> float:
     """A rank sends `nbytes` and receives as many at the same time."""
     directions = 1 if link.duplex else 2
     return link.latency + directions * nbytes / link.bandwidth
+
+
+ALGORITHMS: dict[str, Callable[[float, int, Link], float]] = {
+    "all_reduce": ring_all_reduce,
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
+    "reduce_scatter": reduce_scatter,
+    "recursive_doubling": recursive_doubling,
+    "server": through_server,
+}
+"""The price of a collective, by the algorithm of its wire operation."""

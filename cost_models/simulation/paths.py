@@ -6,30 +6,12 @@ a shared link share its lines.  Traffic inside a host has lines of its own (`Clu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
-from splitc.cost_models.network.alpha_beta import (
-    all_gather,
-    all_to_all,
-    point_to_point,
-    recursive_doubling,
-    reduce_scatter,
-    ring_all_reduce,
-    through_server,
-)
+from splitc.cost_models.network.alpha_beta import ALGORITHMS, point_to_point
 from splitc.cost_models.simulation.operations import Transfer
 from splitc.ir.cluster import Cluster, Link
 from splitc.ir.wire_op import WireOp
-
-_ALGORITHMS: dict[str, Callable[[float, int, Link], float]] = {
-    "all_reduce": ring_all_reduce,
-    "all_gather": all_gather,
-    "all_to_all": all_to_all,
-    "reduce_scatter": reduce_scatter,
-    "recursive_doubling": recursive_doubling,
-    "server": through_server,
-}
 
 
 class Paths:
@@ -50,7 +32,7 @@ class Paths:
             lines = {self._line(ends[0], link, out=True), self._line(ends[1], link, out=False)}
             processor = times * link.processor * op.nbytes
         else:
-            seconds = _ALGORITHMS[op.algorithm](op.nbytes, len(ends), link)
+            seconds = ALGORITHMS[op.algorithm](op.nbytes, len(ends), link)
             ends = tuple([rank for rank in ends if rank in self._simulated])
             lines = {self._line(rank, link, out) for rank in ends for out in (True, False)}
             processor = 2 * times * link.processor * op.sent

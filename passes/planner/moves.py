@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from splitc.cost_models.network.alpha_beta import (
-    all_gather,
-    all_to_all,
-    many_to_one,
-    one_to_many,
-    reduce_scatter,
-    ring_all_reduce,
-)
+from splitc.cost_models.network.alpha_beta import ALGORITHMS, many_to_one, one_to_many
+from splitc.ir.transitions import Collective
 from splitc.passes.planner.cuts import Crossing
 from splitc.passes.planner.divisions import Division, busiest
 from splitc.passes.planner.problem import Move, Place
 from splitc.passes.planner.request import Request
-from splitc.runtime.collectives import layouts
 from splitc.runtime.collectives.layouts import State, Transition
 
 
@@ -32,34 +25,19 @@ class Moves:
         self._link = request.group_link(r.groups)
         self.examples = r.group * r.batch
 
-    def gather(self, nbytes: float) -> float:
-        return self._pieces * all_gather(nbytes / self._pieces, self._k, self._link)
-
-    def scatter(self, nbytes: float) -> float:
-        return self._pieces * reduce_scatter(nbytes / self._pieces, self._k, self._link)
-
-    def swap(self, nbytes: float) -> float:
-        return self._pieces * all_to_all(nbytes / self._pieces, self._k, self._link)
-
-    def all_reduce(self, nbytes: float) -> float:
-        return self._pieces * ring_all_reduce(nbytes / self._pieces, self._k, self._link)
+    def price(self, collective: Collective, nbytes: float) -> float:
+        """Seconds of one collective; none of what moves nothing."""
+        if collective is Collective.NONE:
+            return 0.0
+        return self._pieces * ALGORITHMS[collective](nbytes / self._pieces, self._k, self._link)
 
     def seconds(self, nbytes: float, gradient: bool, made: str, need: str) -> tuple[float, float]:
         """Bring a value from one state to another, and its gradient back."""
         if made == need:
             return 0.0, 0.0
         there = Transition(State(made), State(need))
-        return self._seconds(there, nbytes), gradient * self._seconds(there.adjoint, nbytes)
-
-    def _seconds(self, transition: Transition, nbytes: float) -> float:
-        """Seconds of one way."""
-        priced = {
-            layouts.Move.GATHER: self.gather,
-            layouts.Move.SCATTER_SUM: self.scatter,
-            layouts.Move.EXCHANGE: self.swap,
-            layouts.Move.SUM: self.all_reduce,
-        }
-        return priced[transition.move](nbytes) if transition.move.communicates else 0.0
+        back = self.price(there.adjoint.move.collective, nbytes)
+        return self.price(there.move.collective, nbytes), gradient * back
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from functools import partial
 
 from splitc.cost_models.simulation.prices import UPDATE
 from splitc.ir.program import Program
+from splitc.ir.transitions import Collective
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.planner.cuts import Crossing, CutRules
 from splitc.passes.planner.dividing import Divisible, rows_of
@@ -163,23 +164,24 @@ def _results(
     request: Request, division: Division, role: int, kind: Divisible, split: str
 ) -> Iterator[tuple[str | None, str, str, float, float]]:
     """Yield (state of the placement, of what joins, that it makes, seconds there, and back) of a divided layer."""
-    moves = Moves(request, division, role)
+    moves, reads = Moves(request, division, role), next(iter(kind.splits.values()))[1]
     nbytes = sum(spec.nbytes(division.roles[role].group * division.roles[role].batch) for spec in kind.outputs)
-    summing = sum(moves.all_reduce(3 * 4 * rows_of(spec) * moves.examples) for spec in kind.outputs)
-    if split == "columns" or next(iter(kind.splits.values()))[1] == "features":
-        if kind.features:
-            yield None, "features", "features", summing if kind.classes else 0.0, 0.0
-        else:
-            yield None, "replicate", "replicate", moves.gather(nbytes), 0.0
-        if next(iter(kind.splits.values()))[1] != "features":
-            yield "replicate", "replicate", "replicate", moves.gather(nbytes), 0.0
-            yield "batch", "batch", "batch", moves.swap(nbytes), moves.swap(nbytes)
+    sums = (moves.price(Collective.ALL_REDUCE, 3 * 4 * rows_of(spec) * moves.examples) for spec in kind.outputs)
+    summing = sum(sums) if kind.classes else 0.0
+    by_features = split == "columns" or reads == "features"
+
+    def kept(state: str | None, makes: str, more: float = 0.0) -> tuple[str | None, str, str, float, float]:
+        there, back = moves.seconds(nbytes, True, "features" if by_features else "partial", makes)
+        return state, makes, makes, there + more, back
+
+    if by_features:
+        yield kept(None, "features", summing) if kind.features else kept(None, "replicate")
+        if reads != "features":
+            yield from (kept(state, state) for state in ("replicate", "batch"))
         return
-    yield None, "replicate", "replicate", moves.all_reduce(nbytes), 0.0
-    yield "batch", "batch", "batch", moves.scatter(nbytes), moves.gather(nbytes)
+    yield from (kept(None, "replicate"), kept("batch", "batch"))
     if kind.features:
-        more = summing if kind.classes else 0.0
-        yield "features", "features", "features", moves.scatter(nbytes) + more, moves.gather(nbytes)
+        yield kept("features", "features", summing)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

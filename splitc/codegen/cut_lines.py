@@ -11,7 +11,7 @@ from splitc.codegen.stage_names import variables
 from splitc.ir.constructors import literal
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage, TensorSpec
 from splitc.ir.schedule.actions import Action, RankProgram
-from splitc.ir.transitions import COLLECTIVES, options_of
+from splitc.ir.transitions import options_of
 from splitc.ir.wire import of_action
 from splitc.ir.wire_op import What
 from splitc.runtime.collectives.layouts import Move, State, Transition
@@ -200,8 +200,8 @@ class CutLines:
         write = _started if self._is_early(cut) else _moved
         call = write(comm, f"{whole}.grad", cut.spec, adjoint)
         note = str(adjoint)
-        if adjoint.move in COLLECTIVES:
-            note = f"{COLLECTIVES[adjoint.move]} over the group".replace("_", "-")
+        if adjoint.move.communicates:
+            note = f"{adjoint.move.collective} over the group".replace("_", "-")
         elif adjoint == (State.REPLICATE, State.BATCH):
             note = "this rank's own examples"
         if comm.each and not self._in_pieces:

@@ -15,14 +15,6 @@ from torch import fx
 from splitc.runtime.collectives.layouts import Extents, Move, State, Transition
 from splitc.runtime.transport.collective import Collective as Collective
 
-COLLECTIVES = {
-    Move.GATHER: Collective.ALL_GATHER,
-    Move.EXCHANGE: Collective.ALL_TO_ALL,
-    Move.SUM: Collective.ALL_REDUCE,
-    Move.SCATTER_SUM: Collective.REDUCE_SCATTER,
-}
-"""What each move does on the wire; the others move nothing."""
-
 
 def modulo(value: torch.Tensor, *, partial: bool = True, dim: int = 0, rows: int = 1) -> torch.Tensor:
     """Gather the examples of every rank of the group (SplitBrain 3, L_M).
@@ -108,7 +100,7 @@ def name_of(transition: Transition) -> str:
 
 def forward_collective(node: Callable[..., torch.Tensor]) -> Collective:
     """Return what a transition does on the wire in forward."""
-    return next(COLLECTIVES.get(Transition(*ends).move, Collective.NONE) for ends in _NODES if _NODES[ends] is node)
+    return next(Transition(*ends).move.collective for ends in _NODES if _NODES[ends] is node)
 
 
 def transition_of(node: fx.Node) -> Transition | None:
@@ -147,5 +139,4 @@ def nbytes_sent(transition: Transition, nbytes: float, extents: Extents, index: 
     if transition.move is Move.EXCHANGE:
         _, others = extents.sizes(not transition.by_examples)
         return own - own * others[index] / max(sum(others), 1)
-    collective = COLLECTIVES.get(transition.move, Collective.NONE)
-    return collective.sent(nbytes, own, max(len(extents.rows), len(extents.widths)))
+    return transition.move.collective.sent(nbytes, own, max(len(extents.rows), len(extents.widths)))

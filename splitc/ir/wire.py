@@ -23,7 +23,7 @@ from splitc.ir.schedule.actions import Action
 from splitc.ir.schedule.verbs import Among, Often, When
 from splitc.ir.server_wire import server_ops, worker_ops
 from splitc.ir.shares import share_out
-from splitc.ir.transitions import COLLECTIVES, Collective, nbytes_sent, transition_of
+from splitc.ir.transitions import Collective, nbytes_sent, transition_of
 from splitc.ir.wire_op import Payload, What, WireOp
 from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.transport.doubling import sent_bytes as doubling_sent
@@ -61,17 +61,18 @@ def _nothing(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wir
 
 def _loss(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the all-reduce of the loss over all ranks, those without work too; within a round over those of a unit."""
-    plan, collective = program.plan, action.row.collective
+    plan, collective, payload = program.plan, action.row.collective, Payload(What.LOSS)
     last = 1 / (plan.rounds.steps * plan.accumulate) if plan.rounds else 1.0
     for ranks, times in ((plan.unit(rank), 1 - last), (tuple(range(plan.world)), last)):
         if times:
-            yield replace(WireOp.joined(collective, Payload(What.LOSS), ranks, (), torch.float64), times=times)
+            yield WireOp("collective", payload, ranks, (), torch.float64, 0, None, collective, times).of_all()
 
 
 def _tied(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the all-reduce of the gradient of a parameter that several roles use."""
-    tensor, ranks, collective = program.tensors[name := action.value], program.tied[name], action.row.collective
-    yield WireOp.joined(collective, Payload(What.TIED, name), ranks, tensor.shape, tensor.dtype)
+    tensor, payload = program.tensors[action.value], Payload(What.TIED, action.value)
+    ranks, collective = program.tied[action.value], action.row.collective
+    yield WireOp("collective", payload, ranks, tensor.shape, tensor.dtype, algorithm=collective).of_all()
 
 
 def _bucket_of_kind(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
@@ -149,12 +150,12 @@ def _moved(
     """Return the collective of a transition in a microbatch; none for one without examples."""
     members = plan.group(action.role, rank)
     examples = plan.sizes_at(action.role, rank, action.microbatch)
-    if transition.move not in COLLECTIVES or not any(examples) or len(members) == 1:
+    if not transition.move.communicates or not any(examples) or len(members) == 1:
         return None
     widths = (b - a for a, b in pairwise(share_out(spec.shape[-1] if spec.shape else 0, len(members))))
     extents = Extents(examples, tuple(widths))
     sent = nbytes_sent(transition, spec.nbytes(sum(examples)), extents, members.index(rank))
-    shape, collective = spec.at(sum(examples)), COLLECTIVES[transition.move]
+    shape, collective = spec.at(sum(examples)), transition.move.collective
     return WireOp("collective", payload, members, shape, spec.dtype, sent, layer, collective)
 
 
@@ -200,7 +201,7 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
             continue
         given = tuple(info(each).spec if isinstance(each, fx.Node) else None for each in node.args)
         for shape, dtype in op.tensors(Call(spec, given, node.kwargs, mine if own else examples, backward)):
-            yield node, WireOp.joined(collective, payload, ranks, shape, dtype, layer)
+            yield node, WireOp("collective", payload, ranks, shape, dtype, 0, layer, collective).of_all()
 
 
 def _packs(program: PlacedProgram, role: str, rank: int, late: Sequence[fx.Node], payload: Payload) -> Iterator[WireOp]:

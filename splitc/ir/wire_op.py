@@ -123,22 +123,12 @@ class WireOp:
         """Bytes of `shape`."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @classmethod
-    def joined(
-        cls,
-        collective: Collective,
-        payload: Payload,
-        ranks: tuple[int, ...],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        layer: str | None = None,
-    ) -> WireOp:
-        """A collective to which every rank gives a tensor of `shape`."""
-        nbytes, count = math.prod(shape) * dtype.itemsize, len(ranks)
-        whole = (count, *shape) if collective is Collective.ALL_GATHER else shape
-        own = nbytes / count if collective is Collective.REDUCE_SCATTER else nbytes
-        sent = collective.sent(nbytes, own, count)
-        return cls("collective", payload, ranks, whole, dtype, sent, layer, collective)
+    def of_all(self) -> WireOp:
+        """The collective to which every rank gives a tensor of this shape, with the bytes that a rank sends."""
+        collective, count = Collective(self.algorithm), len(self.ranks)
+        own = self.nbytes / count if collective is Collective.REDUCE_SCATTER else self.nbytes
+        shape = (count, *self.shape) if collective is Collective.ALL_GATHER else self.shape
+        return replace(self, shape=shape, sent=collective.sent(self.nbytes, own, count))
 
     def __str__(self) -> str:
         other = {"send": "to", "recv": "from"}.get(self.kind, "of ranks")

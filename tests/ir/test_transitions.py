@@ -7,8 +7,6 @@ import torch
 from torch import fx
 
 from splitc.ir.transitions import (
-    COLLECTIVES,
-    Collective,
     forward_collective,
     name_of,
     nbytes_sent,
@@ -28,10 +26,10 @@ def test_its_node_and_what_it_does_are_those_of_the_table(transition: Transition
     for move, what in ((transition, forward), (transition.adjoint, backward)):
         verb, _, parts = what.partition(" of ")
         collective = verb.replace("-", "_") if parts or verb == "all-reduce" else "none"
-        assert COLLECTIVES.get(move.move, Collective.NONE) == collective
+        assert move.move.collective == collective
         assert not parts or move.by_examples == (parts == "examples")
     function, _ = options_of(transition, 8, 0, 1)
-    assert forward_collective(function) is COLLECTIVES.get(transition.move, Collective.NONE)
+    assert forward_collective(function) is transition.move.collective
 
 
 @EVERY

@@ -19,6 +19,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
+from ..transport.collective import Collective
+
 
 class State(StrEnum):
     """How the ranks of a group hold a value."""
@@ -47,9 +49,22 @@ class Move(StrEnum):
     SAME = "same"
 
     @property
+    def collective(self) -> Collective:
+        """What it does on the wire."""
+        return _COLLECTIVES.get(self, Collective.NONE)
+
+    @property
     def communicates(self) -> bool:
         """Whether anything travels."""
-        return self in (Move.GATHER, Move.EXCHANGE, Move.SUM, Move.SCATTER_SUM)
+        return self in _COLLECTIVES
+
+
+_COLLECTIVES = {
+    Move.GATHER: Collective.ALL_GATHER,
+    Move.EXCHANGE: Collective.ALL_TO_ALL,
+    Move.SUM: Collective.ALL_REDUCE,
+    Move.SCATTER_SUM: Collective.REDUCE_SCATTER,
+}
 
 
 _B, _F, _R, _D, _P = State
