@@ -55,10 +55,6 @@ def of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wi
             yield op if times == 1 else replace(op, times=times)
 
 
-def _nothing(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
-    return iter(())
-
-
 def _loss(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the all-reduce of the loss over all ranks, those without work too; within a round over those of a unit."""
     plan, collective, payload = program.plan, action.row.collective, Payload(What.LOSS)
@@ -222,7 +218,7 @@ def _packs(program: PlacedProgram, role: str, rank: int, late: Sequence[fx.Node]
 
 
 _AMONG: dict[Among, Callable[[LoweredProgram, int, Action], Iterator[WireOp]]] = {
-    Among.NONE: _nothing,
+    Among.NONE: lambda program, rank, action: iter(()),
     Among.PAIR: _messages,
     Among.GROUP: _over_group,
     Among.STAGE: lambda program, rank, a: (op for _, op in inside(program, program.stage(a.role), rank, a)),

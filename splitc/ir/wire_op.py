@@ -71,18 +71,14 @@ class Payload:
                 return f"{d}{self.role}.{self.name}[{self.microbatch}]"
             case What.LATE:
                 return f"{self.what} {self.role}.{self.name}[{self.microbatch}]"
-            case What.BUCKET:
-                return f"{self.role}.bucket{self.bucket}"
-            case What.AVERAGE:
-                return f"{self.role}.average{self.bucket}"
+            case What.BUCKET | What.AVERAGE:
+                return f"{self.role}.{self.what}{self.bucket}"
             case What.PULL | What.PUSH:
                 return f"{self.what} {self.name}{rows}" + (f" and {self.more} more" if self.more else "")
-            case What.LOSS:
-                return "loss"
             case What.DEAL | What.COLLECT | What.FETCH_AHEAD:
                 return f"{self.what} {self.role}.{self.name.removeprefix('torch.')}"
-            case What.TIED:
-                return f"{self.what} {self.name}"
+            case What.TIED | What.LOSS:
+                return f"{self.what} {self.name}".rstrip()
 
 
 @dataclass(frozen=True)

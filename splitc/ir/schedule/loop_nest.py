@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -95,25 +95,23 @@ def _units(
 
 def _merged(units: list[Unit]) -> list[Unit]:
     """Make one of two kinds of units that always follow each other."""
-    pairs: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for k, (unit, following) in enumerate(pairwise(units)):
-        if following.continues(unit):
-            pairs[unit.role, unit.kind, following.kind].append(k)
-    for (role, *kinds), places in pairs.items():
-        if 2 * len(places) == sum(unit.role == role and unit.kind in kinds for unit in units):
-            return _merged(list(_joined(units, places)))
+    counts = Counter((unit.role, unit.kind) for unit in units)
+    pairs = Counter((b.role, a.kind, b.kind) for a, b in pairwise(units) if b.continues(a))
+    for (role, first, second), times in pairs.items():
+        if 2 * times == sum(counts[role, kind] for kind in {first, second}):
+            return _merged(_joined(units, role, first, second))
     return units
 
 
-def _joined(units: Sequence[Unit], pairs: Sequence[int]) -> Iterator[Unit]:
-    """The units, with those at `pairs` and the ones behind them in one."""
-    for k, unit in enumerate(units):
-        if k in pairs:
-            second = units[k + 1]
-            kind = "run" if (unit.kind, second.kind) == ("forward", "backward") else second.kind
-            yield replace(unit, kind=kind, actions=(*unit.actions, *second.actions))
-        elif k - 1 not in pairs:
-            yield unit
+def _joined(units: Sequence[Unit], role: str, first: str, second: str) -> list[Unit]:
+    kind, joined = "run" if (first, second) == ("forward", "backward") else second, list[Unit]()
+    for unit in units:
+        before = joined[-1] if joined else None
+        if before and unit.continues(before) and (unit.role, before.kind, unit.kind) == (role, first, second):
+            joined[-1] = replace(unit, kind=kind, actions=(*before.actions, *unit.actions))
+        else:
+            joined.append(unit)
+    return joined
 
 
 def _loops(units: Sequence[Unit]) -> Iterator[Loop]:
