@@ -88,12 +88,10 @@ def _with_readers(plan: Plan, layer: str) -> Plan:
     while role in plan.roles:
         role += "_"
     return replace(
-        plan,
+        plan.ordered(1, plan.schedule),
         roles={**plan.roles, role: plan.roles[plan.reader]},
         batch_offsets={**plan.batch_offsets, role: plan.batch_offsets[plan.reader]},
         placements={**plan.placements, layer: LayerPlacement(role, holding="replicated", sync="none")},
-        groups={name: replace(group, scheme="BK") for name, group in plan.groups.items()},
-        microbatches=1,
     )
 
 

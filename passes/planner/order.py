@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from splitc.ir.plan import Plan
@@ -21,10 +20,7 @@ class Order(NamedTuple):
 
     def of(self, plan: Plan) -> Plan:
         """The plan in this order, in place of the pieces of its groups; as it is where nothing was asked for."""
-        if self.pieces == 1:
-            return plan
-        groups = {role: replace(group, scheme="BK") for role, group in plan.groups.items()}
-        return replace(plan, groups=groups, microbatches=self.pieces, schedule=self.schedule)
+        return plan if self.pieces == 1 else plan.ordered(*self)
 
 
 AT_ONCE = Order()

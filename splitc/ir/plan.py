@@ -207,6 +207,11 @@ class Plan:
         """Whether the batch goes through the roles in pieces, one after another."""
         return self.microbatches > 1
 
+    def ordered(self, pieces: int, schedule: str) -> Plan:
+        """The plan with so many microbatches, in place of those of its groups."""
+        groups = {role: replace(group, scheme="BK") for role, group in self.groups.items()}
+        return replace(self, groups=groups, microbatches=pieces, schedule=schedule)
+
     def turns(self, role: str) -> int:
         """How often a role runs in a step, each time on a piece of its examples."""
         return self.microbatches if self.in_pieces else self.grouping(role).turns

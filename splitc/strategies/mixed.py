@@ -37,7 +37,7 @@ ALL, ONE = 1, 0
 """Where a layer runs: on all ranks, in groups of as many as another number says, or on rank 0 alone."""
 
 MICROBATCHES = (2, 3, 4)
-"""Numbers of microbatches that are tried where none was asked for."""
+"""Numbers of pieces of a batch that are tried where none was asked for."""
 
 
 @dataclass(frozen=True)
