@@ -57,6 +57,22 @@ def test_every_product_file_that_a_page_names_exists(page: Path) -> None:
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading_in_it(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        if not link.startswith("https://"):
+            target = page if not path else page.parent / path
+            assert target.exists(), link
+            assert not anchor or anchor in headings(target), link
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 LONG = ("README.md", "clusters.md", "commands.md", "papers.md", "tutorial.md")
 """Pages whose commands train on real ranks, measure this machine or compile large models."""
 
