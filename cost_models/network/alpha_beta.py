@@ -5,7 +5,7 @@ ranks; n = 1 costs nothing.  A link that is not duplex takes twice as long where
 receives at the same time.  Collectives: Thakur, Rabenseifner and Gropp 2005.  Where a link has a measured `Rate` of
 one, that is the alpha and the beta of its rounds, which include what a backend adds up, copies and waits for.
 
-Read by the planner (`passes/planner/options.py`), and by the simulation, which overlaps (`simulation/paths.py`).
+Read by the planner (`passes/planner/moves.py`), and by the simulation, which overlaps (`simulation/paths.py`).
 """
 
 from __future__ import annotations
