@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,16 @@ from splitc.ir.program import SizeSpec, Spec, TensorSpec
 from splitc.runtime.nested import tensors
 
 
-def set_specs(graph: fx.Graph, values: Mapping[fx.Node, tuple[Any, ...]], probes: tuple[int, ...]) -> None:
-    """Set the spec of every node from its values at the batch sizes `probes`."""
+def set_specs(
+    graph: fx.Graph,
+    values: Mapping[fx.Node, tuple[Any, ...]],
+    probes: tuple[int, ...],
+    is_linear: Callable[[fx.Node], bool | None],
+) -> None:
+    """Set the spec of every node from its values at the batch sizes `probes`.  is_linear: see `NodeInfo`."""
     for node in graph.nodes:
-        update_info(node, spec=infer_spec(values[node], probes) if node in values else None)
+        spec = infer_spec(values[node], probes) if node in values else None
+        update_info(node, spec=spec, is_linear=is_linear(node))
 
 
 def infer_spec(values: tuple[Any, ...], probes: tuple[int, ...]) -> Spec:

@@ -1,7 +1,8 @@
 """Find for which batch sizes a number, or the outcome of a comparison, is what it was in the trace.
 
 `if x.size(0) > 50` takes one branch in the trace, and a graph keeps that branch; `x.size(0) // 100` is 0 in it.  Sizes
-are linear in the batch and Python's numbers are made of sizes, so both are computed for all batches at once.
+are linear in the batch and Python's numbers are made of sizes, so both are computed for all batches at once.  A mean
+divides by the batch size, and what a rank divides by is a share of it; `x.size(0) // 4` is not.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from splitc.runtime.spec import BatchGuard
 _EVERY = 1 << 16  # batches up to here are all tried, then powers of two
 _FAR = [1 << k for k in range(17, 41)]
 _MOST_RANGES = 8
+_TRIED = (1, 2, 3, 5, 8, 12, 100, 1001, 65536)
 
 
 class BatchGuards:
@@ -54,6 +56,17 @@ class BatchGuards:
         if ranges != ((1, None),):
             self.found[BatchGuard(ranges, source())] = None
         return True
+
+    def is_linear(self, node: fx.Node) -> bool | None:
+        """Whether a number is a linear function of the batch size; None for what is no number."""
+        if not isinstance(self._values.get(node, (None,))[0], (int, float)):
+            return None
+        try:
+            first, *others = (self._number(node, batch, {}) for batch in _TRIED)
+        except ArithmeticError:  # n / (n - 1)
+            return False
+        slopes = [(value - first) / (batch - _TRIED[0]) for batch, value in zip(_TRIED[1:], others, strict=True)]
+        return bool(max(slopes) - min(slopes) <= 1e-9 * max(map(abs, slopes)))
 
     def _number(self, node: fx.Node, batch: Any, known: dict[fx.Node, Any]) -> Any:
         """The number of a node at a batch, or at an array of them.  known: those of other nodes there."""

@@ -101,7 +101,7 @@ def _program(tracer: Tracer, regions: Regions, name: str, training: Program | No
     for node in graph.find_nodes(op="placeholder"):
         if is_ours(node.name):
             rename(graph, node, f"{node.name}_")
-    set_specs(graph, tracer.values, tracer.evaluator.probes)
+    set_specs(graph, tracer.values, tracer.evaluator.probes, tracer.guards.is_linear)
     locate_draws(graph)
     _without_dead_code(graph, root)
     returned = taken(graph)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import fx
 
-from splitc.capture.batch_numbers import is_linear, numbers_of_batch
 from splitc.ir.graph import info, is_region, op_name, set_info
 from splitc.ir.program import Program, SizeSpec, TensorSpec
 from splitc.ir.torch_ops import ops_with
@@ -172,10 +171,9 @@ class LossTerms:
             self._globals.add(node)
 
     def _find_couplings(self) -> None:
-        numbers = numbers_of_batch(self.upstream)
         for node in self.upstream:
-            uneven = [n for n in node.all_input_nodes if n in numbers and not is_linear(numbers[n])]
-            if uneven and node not in numbers:
+            uneven = [n for n in node.all_input_nodes if info(n).is_linear is False]
+            if uneven and info(node).is_linear is None:
                 self._couples(
                     node,
                     f"{node.name} reads {uneven[0].name} ({info(uneven[0]).source}), a number that is no linear "

@@ -24,6 +24,7 @@ class NodeInfo:
 
     spec: its value at any batch size.  source: the user's line, as "alexnet.py:12".  module: path of the module whose
     forward made it.  layer: name of its layer.  role: where it runs.  cut: the cut that it moves.
+    is_linear: whether a number is a linear function of the batch size; None for what is no number.
     copied_to_each_stage: every role that reads it computes it.
     once: it is computed of the whole batch, before the first microbatch.
     side_effect: it changes a buffer or waits, and has no value.
@@ -40,6 +41,7 @@ class NodeInfo:
     layer: str = ""
     role: str = ""
     cut: Cut | None = None
+    is_linear: bool | None = None
     copied_to_each_stage: bool = False
     once: bool = False
     side_effect: bool = False

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from splitc.errors import LaunchError, PlacementError
 from splitc.runtime.worker import Worker
-from tests.support.capturing import capture, here, validated
+from tests.support.capturing import capture, here, refusal, validated
 from tests.support.compiled import compiled
 from tests.support.ranks import on_workers
 from tests.support.sampling import sampled
@@ -114,6 +114,18 @@ def test_a_branch_holds_for_the_batches_with_its_outcome(change: Change, rows: i
 def test_a_branch_that_computes_the_same_fixes_no_batch(change: Change, rows: int, ranges: list[str]) -> None:
     program = validated(Net(change), *of(rows), F.cross_entropy)
     assert [str(guard) for guard in program.guards] == ranges
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (lambda n: n // 4, "no linear function of the batch size"),
+        (lambda n: n % 1000, "no linear function of the batch size"),
+        (lambda n: n / (n - 1), "truediv fails on 1 examples"),
+    ],
+)
+def test_a_number_that_is_no_share_of_the_batch_couples_examples(number: Callable[[Any], Any], said: str) -> None:
+    assert said in refusal(Net(lambda x: x * number(x.size(0))), *of(8), F.cross_entropy)
 
 
 def test_a_number_that_is_used_keeps_its_line() -> None:
