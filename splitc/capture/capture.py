@@ -25,9 +25,9 @@ from splitc.capture.loss_value import total
 from splitc.capture.outputs import mark, outputs_of, taken
 from splitc.capture.patches import DROPPING, recorded
 from splitc.capture.random_calls import locate_draws
-from splitc.capture.refusals import Unsupported, no_other_autocast, no_python_randomness
+from splitc.capture.refusals import Failure, Unsupported, no_other_autocast, no_python_randomness
 from splitc.capture.region_runs import Counter
-from splitc.capture.regions import Failure, Regions, with_loss_module
+from splitc.capture.regions import Regions, with_loss_module
 from splitc.capture.source_lines import first_line, line_of
 from splitc.capture.tracer import Tracer
 from splitc.errors import CaptureError

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,16 +90,3 @@ def differing(expected: Gradients, got: Gradients, allowed: float) -> Iterable[s
     for name in sorted({**expected, **got}):
         if name not in expected or name not in got or not expected[name].equals(got[name], 5 * allowed, noise):
             yield name
-
-
-def leaves(outputs: Iterable[tuple[Any, Tensor]]) -> Iterator[Tensor]:
-    """The leaf tensors that require a gradient, on which outputs depend."""
-    waiting = [output.grad_fn for _, output in outputs]
-    seen: set[Any] = set()
-    while waiting:
-        function: Any = waiting.pop()
-        if function is not None and function not in seen:
-            seen.add(function)
-            if hasattr(function, "variable"):
-                yield function.variable
-            waiting += [before for before, _ in function.next_functions]

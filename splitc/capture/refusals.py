@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -32,6 +33,15 @@ class Unsupported(Exception):
 
 class Failed(Unsupported):
     """The operation itself fails, as it may do in the model too, which may handle it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a trace failed: in the forward of the module at `path`.  kind: the module's class.  line: the user's."""
+
+    path: str
+    kind: type[nn.Module]
+    line: str
 
 
 DATA = (

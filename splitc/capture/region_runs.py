@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map
 
 from splitc.capture.batch_dims import infer_spec
 from splitc.capture.example import Example
-from splitc.capture.gradients import leaves
 from splitc.capture.kept_attributes import kept_attributes, train_a_little
 from splitc.capture.module_calls import intercepted, unchanged
 from splitc.capture.refusals import writes_text
@@ -281,7 +280,7 @@ def _kept(path: str, known: set[int], *calls: _Call) -> dict[str, bool]:
         if call.wrote:
             raise NoRegion(f"{path} writes into its input")
         others = known - set(map(id, call.module.parameters()))
-        if any(id(leaf) in others for leaf in leaves(tensors(call.output))):
+        if any(id(leaf) in others for leaf in _leaves(call.output)):
             raise NoRegion(f"{path} reads parameters of other modules")
         for name, value in call.changed.items():
             first = None if name in parameters else calls[0].changed.get(name)
@@ -291,6 +290,16 @@ def _kept(path: str, known: set[int], *calls: _Call) -> dict[str, bool]:
             if name in parameters and parameters[name].requires_grad:
                 raise Never(writes_text(type(calls[0].module).__name__, f"{path}.{name}".lstrip(".")))
     return kept
+
+
+def _leaves(output: Any) -> list[Tensor]:
+    """The leaf tensors that require a gradient, on which an output depends."""
+    waiting, seen = [tensor.grad_fn for _, tensor in tensors(output)], set[Any]([None])
+    for function in waiting:  # which grows
+        if function not in seen:
+            seen.add(function)
+            waiting += [before for before, _ in function.next_functions]
+    return [function.variable for function in seen if hasattr(function, "variable")]
 
 
 def _seen(small: Tensor, large: Tensor) -> Layout:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitc.capture.example import LOSS, Example
 from splitc.capture.module_calls import intercepted
+from splitc.capture.refusals import Failure
 from splitc.capture.region_runs import Counter, Never, NoRegion, Runs
 from splitc.errors import CaptureError
 from splitc.ir.graph import is_region
@@ -48,15 +49,6 @@ def _drawing(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
     mode = running()
     with nullcontext() if mode is None else mode.region():
         return call(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Where a trace failed: in the forward of the module at `path`.  kind: the module's class.  line: the user's."""
-
-    path: str
-    kind: type[nn.Module]
-    line: str
 
 
 @dataclass

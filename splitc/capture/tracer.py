@@ -26,8 +26,7 @@ from splitc.capture.inplace import functional
 from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
 from splitc.capture.queries import Queries
 from splitc.capture.random_calls import RandomCalls
-from splitc.capture.refusals import DATA, Failed, Unsupported, no_python_randomness, unusual
-from splitc.capture.regions import Failure
+from splitc.capture.refusals import DATA, Failed, Failure, Unsupported, no_python_randomness, unusual
 from splitc.capture.source_lines import line_of, user_line
 from splitc.capture.writes import Writes, is_assigned
 from splitc.errors import CaptureError
