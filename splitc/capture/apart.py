@@ -23,7 +23,7 @@ from splitc.capture.region_flow import Couples, ran
 from splitc.capture.source_lines import first_line
 from splitc.capture.twins import Twin
 from splitc.errors import CaptureError
-from splitc.ir.graph import info, is_region
+from splitc.ir.graph import has_examples, info, is_region
 from splitc.ir.interpreter import NodeHook, NodeRunner
 from splitc.ir.layers import LossTerm
 from splitc.ir.program import Program, TensorSpec
@@ -121,8 +121,8 @@ class Apart:
         is_layer = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or node.target in _LAYERS
         operands = [n for n in node.all_input_nodes if n in self.terms.batched]
         found = info(value).spec
-        has_examples = isinstance(found, TensorSpec) and found.batch_dim == 0 and len(found.shape) == len(spec.shape)
-        return is_layer and has_examples and operands == [value] and value in self.terms.data - self.flattened.keys()
+        is_alike = isinstance(found, TensorSpec) and found.batch_dim == 0 and len(found.shape) == len(spec.shape)
+        return is_layer and is_alike and operands == [value] and value in self.terms.data - self.flattened.keys()
 
     def _rows(self, node: fx.Node, whole: Tensor, part: int) -> Tensor:
         rows = info(node).spec
@@ -141,9 +141,7 @@ class Apart:
         self.weights.setdefault(node, []).append(weight)
 
     def _is_summed(self, node: fx.Node) -> bool:
-        spec = info(node).spec
-        has_examples = isinstance(spec, TensorSpec) and spec.batch_dim is not None
-        return has_examples and any(is_aggregate(user) for user in node.users)
+        return has_examples(node) and any(is_aggregate(user) for user in node.users)
 
     def _compare(self, node: fx.Node, values: list[Any], inputs: list[Any]) -> None:
         spec, whole = info(node).spec, values[0]

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from splitc.capture.calls import Call, is_plain
-from splitc.capture.evaluate import execute
+from splitc.capture.evaluate import computed, execute
 from splitc.capture.proxy import is_proxy, map_tree
 from splitc.runtime.spec import BatchGuard
 
@@ -76,9 +76,7 @@ class BatchGuards:
                 step = (second - first) // (self._batches[1] - self._batches[0])
                 known[node] = first + step * (batch - self._batches[0])
             else:
-                args: Any = fx.node.map_arg(node.args, lambda n: self._number(n, batch, known))
-                kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: self._number(n, batch, known))
-                known[node] = execute(node.op, node.target, args, kwargs)
+                known[node] = computed(node, lambda each: self._number(each, batch, known))
         return known[node]
 
 

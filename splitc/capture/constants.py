@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from splitc.capture.evaluate import execute
+from splitc.capture.evaluate import computed, execute
 from splitc.capture.proxy import is_proxy, map_tree
 from splitc.ir import comm_ops
 
@@ -45,9 +45,7 @@ class Constants:
             return tensor
         if node.op in ("placeholder", "call_module") or node.target in comm_ops.DRAWS:
             raise NotConstant(f"{node.name} differs from batch to batch")
-        return execute(
-            node.op, node.target, fx.node.map_arg(node.args, self.value), fx.node.map_arg(node.kwargs, self.value)
-        )
+        return computed(node, self.value)
 
     def result(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result of an operation on traced values.  Raises NotConstant."""

@@ -97,5 +97,11 @@ def execute(op: str, target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     return getattr(args[0], target)(*args[1:], **kwargs) if op == "call_method" else target(*args, **kwargs)
 
 
+def computed(node: fx.Node, of: Callable[[fx.Node], Any]) -> Any:
+    """The value of a node, from those that `of` gives of its inputs."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), of)
+    return execute(node.op, node.target, args, kwargs)
+
+
 def _mentions(tree: Any, number: int) -> bool:
     return any(type(value) is int and value == number for value in leaves(tree))

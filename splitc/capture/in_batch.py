@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from splitc.ir.graph import info, stores, tensors_of_node
+from splitc.ir.graph import has_examples, info, stores, tensors_of_node
 from splitc.ir.program import Program, SizeSpec, TensorSpec
 from splitc.ir.regions import regions
 
@@ -85,12 +85,10 @@ def _on_examples(graph: fx.Graph) -> set[fx.Node]:
 
 def _has_examples(node: fx.Node) -> bool:
     spec = info(node).spec
-    if isinstance(spec, tuple):
-        return all(isinstance(part, TensorSpec) and part.batch_dim is not None for part in spec)
-    return isinstance(spec, TensorSpec) and spec.batch_dim is not None
+    parts = spec if isinstance(spec, tuple) else (spec,)
+    return all(isinstance(part, TensorSpec) and part.batch_dim is not None for part in parts)
 
 
 def _may_enter(node: fx.Node) -> bool:
     """Whether a role that does not compute the value may read it."""
-    apart = _has_examples(node) and info(node).outer > 0 and not isinstance(info(node).spec, tuple)
-    return info(node).copied_to_each_stage or apart
+    return info(node).copied_to_each_stage or (has_examples(node) and info(node).outer > 0)

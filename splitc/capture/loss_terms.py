@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import fx
 
-from splitc.ir.graph import info, is_region, op_name, set_info
+from splitc.ir.graph import has_examples, info, is_region, op_name, set_info
 from splitc.ir.program import Program, SizeSpec, TensorSpec
 from splitc.ir.torch_ops import ops_with
 
@@ -231,16 +231,14 @@ def _dependent(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
         elif name in _NO_TENSOR or (name == "getattr" and node.args[1] in _NO_TENSOR) or isinstance(spec, SizeSpec):
             if isinstance(spec, SizeSpec) and spec.scale:
                 batched.add(node)
-        elif name.startswith(_OF_SIZES):
-            filled = {n for n in node.all_input_nodes if n not in node.args[:1]}  # with what, where it is no constant
-            has_examples = isinstance(spec, TensorSpec) and spec.batch_dim is not None
-            data |= {node} if filled & data else set()
-            batched |= {node} if has_examples or filled & batched else set()
         else:
-            read = node.all_input_nodes[:1] if name in _LIKE else node.all_input_nodes
-            has_examples = isinstance(spec, TensorSpec) and spec.batch_dim is not None
+            read = node.all_input_nodes
+            if name.startswith(_OF_SIZES):  # with what they are filled, where it is no constant
+                read = [n for n in read if n not in node.args[:1]]
+            elif name in _LIKE:
+                read = read[:1]
             data |= {node} if not data.isdisjoint(read) else set()
-            batched |= {node} if has_examples or not batched.isdisjoint(read) else set()
+            batched |= {node} if has_examples(node) or not batched.isdisjoint(read) else set()
     return data, batched
 
 

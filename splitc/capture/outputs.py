@@ -11,7 +11,7 @@ from splitc.capture.batch_dims import require_whole_batch
 from splitc.capture.proxy import is_proxy
 from splitc.errors import CaptureError
 from splitc.ir import comm_ops
-from splitc.ir.graph import copy_graph, info, set_info, update_info
+from splitc.ir.graph import copy_graph, has_examples, info, set_info, update_info
 from splitc.ir.program import Program, Refusal, TensorSpec
 from splitc.ir.regions import names_in
 from splitc.runtime.nested import parts
@@ -54,7 +54,7 @@ def outputs_of(program: Program, graph: fx.Graph) -> Program | Refusal:
     kept: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         kept[node] = _is_held(program, node) and all(kept[value] for value in node.all_input_nodes)
-    marked.args = (fx.node.map_arg(marked.args[0], lambda node: node if kept[node] and _has_examples(node) else None),)
+    marked.args = (fx.node.map_arg(marked.args[0], lambda node: node if kept[node] and has_examples(node) else None),)
     if not marked.all_input_nodes:
         return Refusal("the model returns nothing but its loss, or nothing of which each example has its own part")
     graph.eliminate_dead_code(lambda node: node.op == "output")
@@ -75,8 +75,3 @@ def _is_held(program: Program, node: fx.Node) -> bool:
     if node.op == "get_attr":
         return str(node.target) in program.first_names or info(node).is_module
     return node.op != "call_module" or program.first_names.keys() >= set(names_in(program.root, str(node.target)))
-
-
-def _has_examples(node: fx.Node) -> bool:
-    spec = info(node).spec
-    return isinstance(spec, TensorSpec) and spec.batch_dim is not None

@@ -29,18 +29,8 @@ _REFLECTED = {f"__r{name}__": function for name, function in (*BINARY.items(), (
 _METHODS = {"div": operator.truediv, "remainder": operator.mod}  # what `/` and `%` call on a plain tensor
 
 
-class QueryTable(Protocol):
-    """Answers queries about sizes and attributes."""
-
-    def peek(self, value: Any, name: str) -> Any: ...
-
-    def sizes(self, proxy: Any) -> Any: ...
-
-    def assumed(self, proxy: Any, truth: bool) -> bool: ...
-
-
 class Recorder(Protocol):
-    """The interface of a tracer that proxies use."""
+    """The interface of a tracer that proxies use.  queries: answers what is asked of sizes, attributes and asserts."""
 
     def record(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
 
@@ -49,7 +39,7 @@ class Recorder(Protocol):
     def plain(self, proxy: Any, what: str) -> Any: ...
 
     @property
-    def queries(self) -> QueryTable: ...
+    def queries(self) -> Any: ...
 
     def lost(self, function: Any) -> NoReturn: ...
 

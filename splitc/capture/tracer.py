@@ -63,7 +63,7 @@ class Tracer:
         self._proxies: dict[fx.Node, TracedTensor] = {}
         self._attribute_nodes: dict[str, fx.Node] = {}
         self._batched: set[fx.Node] = set()
-        self.writes = Writes(self, self._proxies, self._constants)
+        self.writes = Writes(self.record, self.source, self.evaluator, self._proxies, self._constants)
         self.random = RandomCalls(self.record, self.writes.write)
 
     def placeholder(self, name: str, values: tuple[Any, Any]) -> Any:

@@ -6,8 +6,8 @@ A buffer, or a parameter without gradient, that is written into has the new valu
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,27 +22,24 @@ from splitc.ir.comm_ops import store_buffer
 from splitc.ir.graph import assigned, info, set_info
 
 
-class Trace(Protocol):
-    """What writes need of a tracer."""
-
-    graph: fx.Graph
-    evaluator: Evaluator
-
-    def record(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
-
-    def source(self) -> str: ...
-
-
 class Writes:
-    """proxies: of each node, the tensor that the user's code holds.
+    """record: makes a node.  source: gives the user's line.  proxies: of each node, what the user's code holds.
 
     owned: `id` of a proxy -> the parameter or buffer that it stands for.  changing: those that have a new value.
     """
 
-    def __init__(self, trace: Trace, proxies: dict[fx.Node, TracedTensor], constants: Constants) -> None:
+    def __init__(
+        self,
+        record: Callable[..., Any],
+        source: Callable[[], str],
+        evaluator: Evaluator,
+        proxies: dict[fx.Node, TracedTensor],
+        constants: Constants,
+    ) -> None:
         self.aliasing, self.owned, self.changing = Aliasing(), dict[int, str](), constants.changing
         self._bases: dict[int, tuple[TracedTensor, fx.Node]] = {}  # of views that were written into, by `id`
-        self._trace, self._proxies, self._constants = trace, proxies, constants
+        self._record, self._source, self._evaluator = record, source, evaluator
+        self._proxies, self._constants = proxies, constants
 
     def write(self, old: TracedTensor, new: TracedTensor, what: str = "this") -> TracedTensor:
         """Let every variable that holds `old` stand for `new`; where `old` is a view, write it back into its base.
@@ -53,20 +50,20 @@ class Writes:
         if (name := self.owned.get(id(old))) is not None:
             self._require_state(name, before, new._values[0], what)
         if new._values[0].dtype != before.dtype:
-            new = self._trace.record("call_method", "to", (new, before.dtype), {})
+            new = self._record("call_method", "to", (new, before.dtype), {})
         if (found := self._bases.get(id(old)) or self._base(old)) is not None:
             self._bases[id(old)] = base, view = found
             if view.target is operator.getitem:
                 key = map_tree(view.args[1], lambda value: self._proxies.get(value, value))
-                self._trace.record("call_function", operator.setitem, (base, key, new), {})
+                self._record("call_function", operator.setitem, (base, key, new), {})
             else:
                 alike = before.shape == base._values[0].shape
-                whole = new if alike else self._trace.record("call_method", "reshape_as", (new, base), {})
+                whole = new if alike else self._record("call_method", "reshape_as", (new, base), {})
                 self.write(base, whole, what)
         owner = self.aliasing.owner(self.storage(before))
         if owner is not None and name is None and found is None:
             raise Unsupported(writes_text(what, str(owner.target)), stays=True)
-        self.aliasing.write(node, self.storage(before), self._trace.source())
+        self.aliasing.write(node, self.storage(before), self._source())
         old.__dict__.update(_node=new._node, _values=new._values)
         self._proxies[new._node] = old
         return old
@@ -79,7 +76,7 @@ class Writes:
             return None
         if self.storage(value) != self.storage(base._values[0]):
             return None
-        reshaped = self._trace.evaluator.unrecorded(lambda: is_reshaped(value, base))
+        reshaped = self._evaluator.unrecorded(lambda: is_reshaped(value, base))
         return (base, node) if node.target is operator.getitem or reshaped else None
 
     def assign(self, held: Any, value: Any) -> None:
@@ -121,13 +118,13 @@ class Writes:
     def store(self, buffer: fx.Node) -> None:
         """Record that the buffer has another value from the next step on."""
         value = self._proxies[buffer]._node
-        with self._trace.graph.inserting_after(value):
-            node = self._trace.graph.call_function(store_buffer, (buffer, value))
+        with buffer.graph.inserting_after(value):
+            node = buffer.graph.call_function(store_buffer, (buffer, value))
         set_info(node, info(value), side_effect=True)
 
     def storage(self, tensor: torch.Tensor) -> int:
         """The identity of a tensor's storage, which all its views share."""
-        return self._trace.evaluator.unrecorded(lambda: int(tensor.untyped_storage()._cdata))
+        return self._evaluator.unrecorded(lambda: int(tensor.untyped_storage()._cdata))
 
 
 def is_assigned(call: Call) -> bool:

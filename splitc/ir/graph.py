@@ -121,6 +121,12 @@ def shape_of(node: object) -> tuple[int, ...]:
     return spec.shape if isinstance(spec, TensorSpec) else ()
 
 
+def has_examples(node: fx.Node) -> bool:
+    """Return whether a value is a tensor with a batch dimension."""
+    spec = info(node).spec
+    return isinstance(spec, TensorSpec) and spec.batch_dim is not None
+
+
 def cut_of(node: fx.Node) -> Cut:
     """Return the cut that a node moves."""
     cut = info(node).cut
