@@ -28,7 +28,7 @@ from examples.alexnet import alexnet
 from examples.resnet import resnet18
 from examples.transformer import next_token_loss, transformer
 from examples.vgg16 import vgg16
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.compiled import Settings, specialise
 from splitc.passes.analysis import analyse
 from splitc.passes.planner.strategy import parse_strategy

@@ -25,7 +25,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.program import Program

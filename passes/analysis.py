@@ -16,12 +16,12 @@ from torch import fx, nn
 from splitc.capture.batch_layouts import first_apart
 from splitc.capture.capture import capture
 from splitc.capture.evaluation import capture_evaluation
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.capture.group_layers import gather_coupled
-from splitc.capture.parts import require_parts
-from splitc.capture.python_state import python_state
-from splitc.capture.random_calls import located
-from splitc.capture.validate import validate_capture
+from splitc.capture.trace.random_calls import located
+from splitc.capture.validate.parts import require_parts
+from splitc.capture.validate.python_state import python_state
+from splitc.capture.validate.validate import validate_capture
 from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.compute.counting import OpCounter

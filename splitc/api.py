@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitc.capture.division import Batch
-from splitc.capture.example import Example, Inputs, Loss
-from splitc.capture.regions import importable
+from splitc.capture.example.division import Batch
+from splitc.capture.example.example import Example, Inputs, Loss
+from splitc.capture.regions.regions import importable
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.deferred import DeferredProgram
 from splitc.ir.autocast import require_autocast

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from splitc.capture.example import LOSS, Example
+from splitc.capture.example.example import LOSS, Example
 from splitc.capture.insert_norms import with_norms
 from splitc.checks.batch_sizes import require_batch_sizes, runs_batches_of
 from splitc.codegen.generate import generate

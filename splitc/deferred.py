@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from splitc.capture.division import Batch
-from splitc.capture.example import LOSS, Example, Loss, inputs_and_target
+from splitc.capture.example.division import Batch
+from splitc.capture.example.example import LOSS, Example, Loss, inputs_and_target
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import LaunchError
 from splitc.runtime.launch.loader import of_rank_0

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from splitc.api import compile
-from splitc.capture.example import Loss
+from splitc.capture.example.example import Loss
 from splitc.deferred import DeferredProgram
 from splitc.errors import LaunchError
 from splitc.runtime.launch.failures import guard_script

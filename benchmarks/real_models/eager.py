@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.real_models.case import Case, sliced
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.compiled import CompiledProgram
 from splitc.runtime.launch.loader import load_rank
 from splitc.runtime.transport.base import Transport

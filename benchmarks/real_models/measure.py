@@ -25,7 +25,7 @@ from benchmarks.real_models.case import Case, Entry, entries
 from benchmarks.real_models.declare import declare
 from benchmarks.real_models.eager import case_dtype, difference, without_dropout
 from benchmarks.real_models.regions import Regions, regions_of
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError
 from splitc.ir.program import Program

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitc.capture.example import LOSS
+from splitc.capture.example.example import LOSS
 from splitc.codegen.rank_file import rank_file, served_file
 from splitc.codegen.role_file import role_file
 from splitc.cost_models.memory.live_storage import HELD, SAVED, TRAVELS, WORKING, LiveStorage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from splitc.capture.example import Example, layouts
+from splitc.capture.example.example import Example, layouts
 from splitc.errors import CaptureError
 from splitc.ir.program import Program
 from splitc.ir.regions import regions

@@ -16,20 +16,20 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from splitc.capture.batch_dims import prune_gradients, require_whole_batch, set_specs
-from splitc.capture.example import LOSS, Example
+from splitc.capture.example.example import LOSS, Example
+from splitc.capture.example.loss_value import total
 from splitc.capture.group_layers import group_layers
-from splitc.capture.kept_attributes import left_behind
 from splitc.capture.loss_terms import isolate_terms
-from splitc.capture.loss_value import total
-from splitc.capture.outputs import mark, outputs_of, taken
-from splitc.capture.patches import DROPPING, recorded
-from splitc.capture.random_calls import locate_draws
 from splitc.capture.refusals import Failure, Unsupported, no_other_autocast, no_python_randomness
-from splitc.capture.region_runs import Counter
-from splitc.capture.regions import Regions, with_loss_module
+from splitc.capture.regions.kept_attributes import left_behind
+from splitc.capture.regions.region_runs import Counter
+from splitc.capture.regions.regions import Regions, with_loss_module
 from splitc.capture.source_lines import first_line, line_of
-from splitc.capture.tracer import Tracer
+from splitc.capture.trace.batch_dims import prune_gradients, require_whole_batch, set_specs
+from splitc.capture.trace.outputs import mark, outputs_of, taken
+from splitc.capture.trace.patches import DROPPING, recorded
+from splitc.capture.trace.random_calls import locate_draws
+from splitc.capture.trace.tracer import Tracer
 from splitc.errors import CaptureError
 from splitc.ir import comm_ops
 from splitc.ir.autocast import under_autocast

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from splitc.capture.capture import capture
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.capture.group_layers import gather_coupled
 from splitc.capture.in_batch import readers_of_kept
 from splitc.errors import CaptureError

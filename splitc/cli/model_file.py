@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from splitc.capture.example import Example
-from splitc.capture.loss_value import takes
+from splitc.capture.example.example import Example
+from splitc.capture.example.loss_value import takes
 from splitc.cli.example_input import check_example, check_target, evaluated, parse_sizes, resized, rows, takes_batch
 from splitc.cli.names import FORM, model_name
 from splitc.errors import CaptureError

@@ -7,9 +7,9 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from splitc.capture.division import examples_of
-from splitc.capture.example import Example
-from splitc.capture.generic_data import Draw, GenericData
+from splitc.capture.example.division import examples_of
+from splitc.capture.example.example import Example
+from splitc.capture.validate.generic_data import Draw, GenericData
 from splitc.ir.program import Program
 
 Batch = Mapping[str, Tensor]

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from splitc.capture.division import examples_of
-from splitc.capture.example import Example
-from splitc.capture.proxy import map_tree
-from splitc.capture.random_calls import draw_layouts
-from splitc.capture.regions import own_draws
-from splitc.capture.twins import CASTS, WIDE
+from splitc.capture.example.division import examples_of
+from splitc.capture.example.example import Example
+from splitc.capture.regions.regions import own_draws
+from splitc.capture.trace.proxy import map_tree
+from splitc.capture.trace.random_calls import draw_layouts
+from splitc.capture.validate.twins import CASTS, WIDE
 from splitc.codegen.rank_spec import rank_spec
 from splitc.ir import comm_ops
 from splitc.ir.autocast import under_autocast

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitc.capture.example import LOSS, Example
-from splitc.capture.generic_data import Draw
+from splitc.capture.example.example import LOSS, Example
 from splitc.capture.source_lines import first_line
+from splitc.capture.validate.generic_data import Draw
 from splitc.cost_models.compute.clocks import threads
 from splitc.ir.graph import info
 from splitc.ir.program import LoweredProgram, PlacedProgram, TensorSpec

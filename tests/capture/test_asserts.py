@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from tests.support.capturing import captured, refusal
 from tests.support.models import labels, made, vectors
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tests.support.models
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.ir.graph import info, tensor_spec
 from splitc.ir.program import SizeSpec, TensorSpec
 from tests.support.capturing import capture, captured, node

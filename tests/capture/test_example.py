@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.example import Example, inputs_and_target
+from splitc.capture.example.example import Example, inputs_and_target
 from splitc.errors import CaptureError
 from tests.support.compiled import compiled
 from tests.support.sampling import sampled

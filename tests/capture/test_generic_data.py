@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.generic_data import Draw, GenericData
+from splitc.capture.validate.generic_data import Draw, GenericData
 from tests.support.capturing import capture
 from tests.support.models import CLASSES, made
 

@@ -149,8 +149,8 @@ def test_a_sum_or_a_mean_is_let_through(name: str) -> None:
 
 
 def test_coupled_nodes_are_recorded_in_the_order_of_the_graph() -> None:
-    from splitc.capture.example import Example
-    from splitc.capture.validate import validate_capture
+    from splitc.capture.example.example import Example
+    from splitc.capture.validate.validate import validate_capture
     from tests.support.capturing import capture
 
     model = made(lambda m, x: m.fc(x - x.mean(0)).flip(0), fc=nn.Linear(6, CLASSES))

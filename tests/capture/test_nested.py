@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.errors import LaunchError
 from splitc.runtime.worker import Worker
 from tests.support.capturing import captured

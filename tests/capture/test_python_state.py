@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.python_state import changed, python_state
+from splitc.capture.validate.python_state import changed, python_state
 from splitc.errors import CaptureError
 from tests.support.capturing import captured, refusal, validated
 from tests.support.models import CLASSES, labels, made, vectors

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.capture.capture import capture
-from splitc.capture.example import Example
-from splitc.capture.validate import validate_capture
+from splitc.capture.example.example import Example
+from splitc.capture.validate.validate import validate_capture
 from splitc.errors import CaptureError
 from tests.support.capturing import captured, here, refusal
 from tests.support.models import CLASSES, labels, made, tokens, vectors

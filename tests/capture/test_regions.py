@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.example import Example, Loss
-from splitc.capture.regions import importable
-from splitc.capture.validate import validate_capture
+from splitc.capture.example.example import Example, Loss
+from splitc.capture.regions.regions import importable
+from splitc.capture.validate.validate import validate_capture
 from splitc.errors import CaptureError
 from splitc.ir.graph import info, region_of
 from splitc.ir.program import Program, TensorSpec

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from splitc.capture.proxy import is_proxy
+from splitc.capture.trace.proxy import is_proxy
 from splitc.ir import comm_ops
 from splitc.ir.graph import info
 from splitc.ir.program import SizeSpec

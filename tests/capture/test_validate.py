@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from splitc.capture.proxy import is_proxy
+from splitc.capture.trace.proxy import is_proxy
 from tests.support.capturing import captured, refusal, validated
 from tests.support.compiled import analyse
 from tests.support.models import BATCH, CASES, CLASSES, Made, labels, made, vectors

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import splitc
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.program import Program

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError
 from splitc.ir.placements import Placement

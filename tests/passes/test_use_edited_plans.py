@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.cli.plan_file import read_plan_file
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import LaunchError, PlacementError

@@ -14,9 +14,9 @@ import torch
 from torch import fx, nn
 
 import splitc.capture.capture
-from splitc.capture.example import Example
-from splitc.capture.twins import NoDropout, real_root
-from splitc.capture.validate import validate_capture
+from splitc.capture.example.example import Example
+from splitc.capture.validate.twins import NoDropout, real_root
+from splitc.capture.validate.validate import validate_capture
 from splitc.errors import CaptureError
 from splitc.ir.comm_ops import store_buffer
 from splitc.ir.interpreter import NodeRunner, shapes_at

@@ -10,8 +10,8 @@ from torch import nn
 
 import splitc.passes.analysis
 from splitc.capture.capture import capture
-from splitc.capture.example import Example
-from splitc.capture.python_state import python_state
+from splitc.capture.example.example import Example
+from splitc.capture.validate.python_state import python_state
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.compute.counting import OpCounter

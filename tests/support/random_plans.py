@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError
 from splitc.ir.placements import Placement

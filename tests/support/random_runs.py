@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError
 from splitc.ir.placements import Placement

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from splitc.capture.example import Example
-from splitc.capture.random_calls import draw_layouts
-from splitc.capture.regions import own_draws
+from splitc.capture.example.example import Example
+from splitc.capture.regions.regions import own_draws
+from splitc.capture.trace.random_calls import draw_layouts
 from splitc.compiled import CompiledProgram
 from splitc.errors import SplitcError
 from splitc.ir.program import Program, Refusal

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.example import Example
-from splitc.capture.generic_data import Draw
+from splitc.capture.example.example import Example
+from splitc.capture.validate.generic_data import Draw
 from splitc.verify.batches import draw_batches, split_batch
 from splitc.verify.reference import loss_of_copy
 from tests.support.capturing import captured

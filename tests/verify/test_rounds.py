@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.ir.plan import Plan
 from splitc.strategies.independent_subnets import IndependentSubnets

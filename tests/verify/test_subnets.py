@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.runtime.spec import DealtDims, Neurons
 from splitc.runtime.subnets.deal import deal
 from splitc.verify.reference import LEARNING_RATE, MOMENTUM, Training, reference

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from splitc.capture.capture import capture
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.cost_models.compute import cost_cache
 from splitc.cost_models.compute.cost_cache import cached_layer_costs, graph_text
 from splitc.cost_models.compute.flops import layer_costs

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.checks.graph import every_layer_placed, served_parameters_are_pulled

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from splitc.capture.calls import Call
-from splitc.capture.proxy import BINARY, IN_PLACE, is_proxy
 from splitc.capture.refusals import Unsupported
+from splitc.capture.trace.calls import Call
+from splitc.capture.trace.proxy import BINARY, IN_PLACE, is_proxy
 from splitc.ir.graph import assigned, info
 
 _FILLS = ("zero_", "fill_", "copy_")

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from splitc.capture.calls import Call
-from splitc.capture.proxy import TracedTensor, is_proxy, leaves, map_tree
 from splitc.capture.refusals import Failed, Unsupported, writes_text
 from splitc.capture.source_lines import first_line
+from splitc.capture.trace.calls import Call
+from splitc.capture.trace.proxy import TracedTensor, is_proxy, leaves, map_tree
 from splitc.ir.graph import NORMS, info
 
 T = TypeVar("T")

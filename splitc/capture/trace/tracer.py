@@ -16,19 +16,19 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from splitc.capture.attributes import Attributes, identifier
-from splitc.capture.batch_guards import BatchGuards
-from splitc.capture.calls import Call, each_of, is_plain, normalized, require_recordable, with_sizes
-from splitc.capture.constants import Constants, NotConstant
-from splitc.capture.evaluate import DYNAMIC, Evaluator
-from splitc.capture.example import LOSS
-from splitc.capture.inplace import functional
-from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
-from splitc.capture.queries import Queries
-from splitc.capture.random_calls import RandomCalls
+from splitc.capture.example.example import LOSS
 from splitc.capture.refusals import DATA, Failed, Failure, Unsupported, no_python_randomness, unusual
 from splitc.capture.source_lines import line_of, user_line
-from splitc.capture.writes import Writes, is_assigned
+from splitc.capture.trace.attributes import Attributes, identifier
+from splitc.capture.trace.batch_guards import BatchGuards
+from splitc.capture.trace.calls import Call, each_of, is_plain, normalized, require_recordable, with_sizes
+from splitc.capture.trace.constants import Constants, NotConstant
+from splitc.capture.trace.evaluate import DYNAMIC, Evaluator
+from splitc.capture.trace.inplace import functional
+from splitc.capture.trace.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
+from splitc.capture.trace.queries import Queries
+from splitc.capture.trace.random_calls import RandomCalls
+from splitc.capture.trace.writes import Writes, is_assigned
 from splitc.errors import CaptureError
 from splitc.ir.graph import assigned, info, set_info, update_info
 from splitc.ir.regions import Region, Unread

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from splitc.capture.division import examples_of
+from splitc.capture.example.division import examples_of
 from splitc.capture.in_batch import readers_of_kept
 from splitc.capture.loss_terms import LossTerms, is_aggregate, is_weighted_mean
-from splitc.capture.region_flow import Couples, ran
+from splitc.capture.regions.region_flow import Couples, ran
 from splitc.capture.source_lines import first_line
-from splitc.capture.twins import Twin
+from splitc.capture.validate.twins import Twin
 from splitc.errors import CaptureError
 from splitc.ir.graph import has_examples, info, is_region
 from splitc.ir.interpreter import NodeHook, NodeRunner

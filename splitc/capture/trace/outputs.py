@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from splitc.capture.batch_dims import require_whole_batch
-from splitc.capture.proxy import is_proxy
+from splitc.capture.trace.batch_dims import require_whole_batch
+from splitc.capture.trace.proxy import is_proxy
 from splitc.errors import CaptureError
 from splitc.ir import comm_ops
 from splitc.ir.graph import copy_graph, has_examples, info, set_info, update_info

@@ -17,10 +17,10 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from splitc.capture.example import LOSS, Example
-from splitc.capture.module_calls import intercepted
+from splitc.capture.example.example import LOSS, Example
 from splitc.capture.refusals import Failure
-from splitc.capture.region_runs import Counter, Never, NoRegion, Runs
+from splitc.capture.regions.module_calls import intercepted
+from splitc.capture.regions.region_runs import Counter, Never, NoRegion, Runs
 from splitc.errors import CaptureError
 from splitc.ir.graph import is_region
 from splitc.ir.regions import OwnCode, Region, is_inside

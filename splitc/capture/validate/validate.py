@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from splitc.capture.apart import EXAMPLES, PARTS, Apart, NotFinite
-from splitc.capture.division import examples_of
-from splitc.capture.example import Example
-from splitc.capture.generic_data import Draw, GenericData
-from splitc.capture.gradients import Gradients, differing, gradients
+from splitc.capture.example.division import examples_of
+from splitc.capture.example.example import Example
 from splitc.capture.loss_terms import LossTerms, is_known
-from splitc.capture.other_branches import with_other_branches
-from splitc.capture.parts import unlike
-from splitc.capture.python_state import changed, is_tensor_state, python_state
-from splitc.capture.random_calls import located
 from splitc.capture.source_lines import first_line, line_of
-from splitc.capture.twins import Precision, Twin
+from splitc.capture.trace.random_calls import located
+from splitc.capture.validate.apart import EXAMPLES, PARTS, Apart, NotFinite
+from splitc.capture.validate.generic_data import Draw, GenericData
+from splitc.capture.validate.gradients import Gradients, differing, gradients
+from splitc.capture.validate.other_branches import with_other_branches
+from splitc.capture.validate.parts import unlike
+from splitc.capture.validate.python_state import changed, is_tensor_state, python_state
+from splitc.capture.validate.twins import Precision, Twin
 from splitc.errors import CaptureError
 from splitc.ir.comm_ops import returned, store_buffer
 from splitc.ir.graph import info

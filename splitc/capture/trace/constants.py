@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from splitc.capture.evaluate import computed, execute
-from splitc.capture.proxy import is_proxy, map_tree
+from splitc.capture.trace.evaluate import computed, execute
+from splitc.capture.trace.proxy import is_proxy, map_tree
 from splitc.ir import comm_ops
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
-from splitc.capture.dataflow import UNSURE, Flow, Functions
-from splitc.capture.module_calls import unchanged
+from splitc.capture.regions.dataflow import UNSURE, Flow, Functions
+from splitc.capture.regions.module_calls import unchanged
 from splitc.ir.graph import info
 from splitc.ir.interpreter import NodeRunner
 from splitc.ir.program import TensorSpec

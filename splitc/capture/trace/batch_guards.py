@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import fx
 
-from splitc.capture.calls import Call, is_plain
-from splitc.capture.evaluate import computed, execute
-from splitc.capture.proxy import is_proxy, map_tree
+from splitc.capture.trace.calls import Call, is_plain
+from splitc.capture.trace.evaluate import computed, execute
+from splitc.capture.trace.proxy import is_proxy, map_tree
 from splitc.runtime.spec import BatchGuard
 
 _EVERY = 1 << 16  # batches up to here are all tried, then powers of two

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from splitc.capture.calls import Call
-from splitc.capture.constants import Constants
-from splitc.capture.evaluate import Evaluator
-from splitc.capture.inplace import Aliasing, is_reshaped
-from splitc.capture.proxy import TracedTensor, is_proxy, map_tree
 from splitc.capture.refusals import Unsupported, writes_text
+from splitc.capture.trace.calls import Call
+from splitc.capture.trace.constants import Constants
+from splitc.capture.trace.evaluate import Evaluator
+from splitc.capture.trace.inplace import Aliasing, is_reshaped
+from splitc.capture.trace.proxy import TracedTensor, is_proxy, map_tree
 from splitc.ir.comm_ops import store_buffer
 from splitc.ir.graph import assigned, info, set_info
 

@@ -13,8 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitc.capture.division import Batch, Division, batches_given, division_of, of_lists, packed_lists, whole_dims
-from splitc.capture.loss_value import SummedLosses, losses_in, takes, total
+from splitc.capture.example.division import (
+    Batch,
+    Division,
+    batches_given,
+    division_of,
+    of_lists,
+    packed_lists,
+    whole_dims,
+)
+from splitc.capture.example.loss_value import SummedLosses, losses_in, takes, total
 from splitc.capture.refusals import refuse_model, unusual
 from splitc.errors import CaptureError
 from splitc.runtime.nested import Path, at, replaced, tensors, unpacked

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.example import LOSS, Example
-from splitc.capture.module_calls import unchanged
-from splitc.capture.proxy import map_tree
-from splitc.capture.random_calls import draw_layouts
-from splitc.capture.regions import own_draws, with_loss_module
+from splitc.capture.example.example import LOSS, Example
+from splitc.capture.regions.module_calls import unchanged
+from splitc.capture.regions.regions import own_draws, with_loss_module
+from splitc.capture.trace.proxy import map_tree
+from splitc.capture.trace.random_calls import draw_layouts
 from splitc.ir.autocast import under_autocast
 from splitc.ir.graph import stores
 from splitc.ir.program import Program

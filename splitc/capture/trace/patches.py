@@ -15,10 +15,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from splitc.capture.attributes import identifier
-from splitc.capture.proxy import TracedTensor, is_proxy, leaves
 from splitc.capture.refusals import Unsupported, hook_text
-from splitc.capture.tracer import Tracer
+from splitc.capture.trace.attributes import identifier
+from splitc.capture.trace.proxy import TracedTensor, is_proxy, leaves
+from splitc.capture.trace.tracer import Tracer
 
 DROPPING = (nn.modules.dropout._DropoutNd, nn.RNNBase)
 """Modules whose mode decides about dropout alone."""

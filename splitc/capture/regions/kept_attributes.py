@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from splitc.capture.proxy import is_proxy, leaves
+from splitc.capture.trace.proxy import is_proxy, leaves
 from splitc.runtime.nested import tensors
 
 _OF_MODULES = {"_parameters", "_buffers", "_modules"}

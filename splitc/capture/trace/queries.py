@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from splitc.capture.calls import Call
-from splitc.capture.constants import Constants, NotConstant
-from splitc.capture.evaluate import Evaluator
-from splitc.capture.proxy import Sizes, TracedTensor, is_proxy
 from splitc.capture.refusals import DATA, DATA_ACCESSES, Unsupported
+from splitc.capture.trace.calls import Call
+from splitc.capture.trace.constants import Constants, NotConstant
+from splitc.capture.trace.evaluate import Evaluator
+from splitc.capture.trace.proxy import Sizes, TracedTensor, is_proxy
 from splitc.ir.graph import info
 
 

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
 from splitc.errors import CaptureError
 from splitc.ir.graph import info
 from splitc.ir.program import Program

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from splitc.capture.batch_guards import ranges_of
 from splitc.capture.capture import capture
-from splitc.capture.example import Example
+from splitc.capture.example.example import Example
+from splitc.capture.trace.batch_guards import ranges_of
 from splitc.ir.program import Program
 from splitc.runtime.generators import same_generators
 from splitc.runtime.spec import BatchGuard

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import fx
 
-from splitc.capture.asserts import passing_truth
+from splitc.capture.trace.asserts import passing_truth
 from splitc.ir.graph import info
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "mod", "floordiv", "pow", "matmul", "xor", "lshift", "rshift")

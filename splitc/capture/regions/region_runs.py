@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from splitc.capture.batch_dims import infer_spec
-from splitc.capture.example import Example
-from splitc.capture.kept_attributes import kept_attributes, train_a_little
-from splitc.capture.module_calls import intercepted, unchanged
+from splitc.capture.example.example import Example
 from splitc.capture.refusals import writes_text
+from splitc.capture.regions.kept_attributes import kept_attributes, train_a_little
+from splitc.capture.regions.module_calls import intercepted, unchanged
 from splitc.capture.source_lines import first_line, line_of
+from splitc.capture.trace.batch_dims import infer_spec
 from splitc.errors import CaptureError
 from splitc.ir.autocast import under_autocast
 from splitc.ir.costs import LayerCost, OpCost

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from splitc.capture.proxy import is_proxy, leaves
 from splitc.capture.refusals import Unsupported, hook_text, table_problems
+from splitc.capture.trace.proxy import is_proxy, leaves
 from splitc.ir.op_names import is_nameable
 
 _LITERALS = (bool, int, float, complex, str, type(None), type(...))

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from splitc.capture.calls import Call
 from splitc.capture.refusals import Unsupported, random_text
+from splitc.capture.trace.calls import Call
 from splitc.errors import CaptureError
 from splitc.ir import comm_ops
 from splitc.ir.graph import info, update_info

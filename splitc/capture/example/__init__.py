@@ -1,0 +1,1 @@
+"""The batch that a model is captured on, its division, and the loss."""

@@ -1,0 +1,1 @@
+"""Modules that stay the user's own code: what is seen of them when they run."""

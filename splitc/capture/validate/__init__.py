@@ -1,0 +1,1 @@
+"""The graph against its model, and its examples apart."""
