@@ -294,9 +294,9 @@ def _kept(path: str, known: set[int], *calls: _Call) -> dict[str, bool]:
 
 def _leaves(output: Any) -> list[Tensor]:
     """The leaf tensors that require a gradient, on which an output depends."""
-    waiting, seen = [tensor.grad_fn for _, tensor in tensors(output)], set[Any]([None])
+    waiting, seen = [tensor.grad_fn for _, tensor in tensors(output)], set[Any]()
     for function in waiting:  # which grows
-        if function not in seen:
+        if function is not None and function not in seen:
             seen.add(function)
             waiting += [before for before, _ in function.next_functions]
     return [function.variable for function in seen if hasattr(function, "variable")]
