@@ -70,9 +70,9 @@ def _is_read(stage: Stage, node: fx.Node, part: Part) -> bool:
 
 def weighed(stage: Stage, part: Part | None = None) -> list[fx.Node]:
     """What is computed before the forward of a stage, for one of its methods, or all."""
-    nodes = ((node, [part_of(stage, user) for user in node.users]) for node in stage.graph.nodes if is_computed(node))
-    weighed = [(node, parts) for node, parts in nodes if part_of(stage, node) is Part.WEIGH]
-    return [n for n, parts in weighed if (part in parts if part else any(each is not Part.WEIGH for each in parts))]
+    readers = [part] if part else [each for each in Part if each is not Part.WEIGH]
+    nodes = (node for node in stage.graph.nodes if is_computed(node) and part_of(stage, node) is Part.WEIGH)
+    return [node for node in nodes if any(part_of(stage, user) in readers for user in node.users)]
 
 
 def returned_cuts(stage: Stage) -> list[Cut]:

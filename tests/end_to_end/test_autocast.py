@@ -138,7 +138,7 @@ def test_each_forward_stands_in_a_region_and_each_backward_outside() -> None:
     assert "\n    comm.send(cut0.to(torch.bfloat16), " in files["conv.py"]
     for text in (files["conv.py"], files["fc.py"]):
         assert text.count(".autocast(torch.bfloat16):\n        ") == 3  # in step, evaluate and predict
-    assert "        loss = stage(comm, target, cut0)\n    total" in files["fc.py"]
+    assert "        loss = stage.loss(comm, stage(comm, cut0), target)\n    total" in files["fc.py"]
     assert "\n    loss.backward()" in files["fc.py"]
     assert "comm.send(target," in files["conv.py"]
 
@@ -146,7 +146,10 @@ def test_each_forward_stands_in_a_region_and_each_backward_outside() -> None:
 def test_ranks_in_several_roles_and_turns_have_their_seats_regions() -> None:
     text = program("modulo_shard(mp=2, scheme=B)", pins=PINS).files["conv_fc.py"]
     assert "    with conv.autocast(torch.bfloat16):\n        cut0" in text
-    assert "        with fc[k].autocast(torch.bfloat16):\n            loss = stage.forward_fc(" in text
+    assert (
+        "        with fc[k].autocast(torch.bfloat16):\n            loss = stage.loss_fc(fc[k], stage.forward_fc("
+        in text
+    )
 
 
 def test_programs_without_autocast_are_as_they_were() -> None:

@@ -69,7 +69,7 @@ def test_the_denominator_of_the_loss_travels_while_the_model_runs_forward() -> N
     program = planned(4, "data_parallel")
     lines = program.files["all.py"].splitlines()
     (starts,) = (k for k, line in enumerate(lines) if "cross_entropy_weight = comm.global_weight(target)" in line)
-    assert "def forward(" in lines[starts - 1]
+    assert "def weigh(" in lines[starts - 1]
     assert any("cross_entropy / cross_entropy_weight.wait()" in line for line in lines)
     assert next(str(op.payload) for op in wire(program.program, 0)) == "all.cross_entropy_weight[0]"
     operations = Step(Prices(program.program, toy()), 0, Batch()).operations()
