@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from splitc.ir.program import Spec, TensorSpec
+from splitc.ir.schedule.verbs import Among
 from splitc.ir.transitions import TRANSITIONS, Collective, forward_collective
 from splitc.runtime.seeded.draws import Layout
 from splitc.runtime.seeded.mode import running
@@ -150,14 +150,6 @@ def store_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
     """Let a buffer of the model have `value` from the next training step on; all ranks that hold it compute it."""
 
 
-class Over(Enum):
-    """The ranks that an operation joins."""
-
-    ROUTES = "the ranks of the peer role that have examples in common with this rank"
-    GROUP = "the model-parallel group"
-    REPLICAS = "the ranks of the role that hold the same parameters"
-
-
 @dataclass(frozen=True)
 class Call:
     """An operation called by a rank: its value, what it is given, and the examples that these are of."""
@@ -211,7 +203,7 @@ class CommOp:
     """
 
     collective: Collective = Collective.NONE
-    over: Over | None = None
+    among: Among = Among.NONE
     backward: Collective = Collective.NONE
     in_stage: bool = True
     tensors: Callable[[Call], Tensors] = _value
@@ -222,18 +214,18 @@ class CommOp:
 
 _SUM = Collective.ALL_REDUCE
 NODES: dict[Callable[..., Any], CommOp] = {
-    send: CommOp(Collective.SEND, Over.ROUTES, Collective.RECV, in_stage=False),
-    recv: CommOp(Collective.RECV, Over.ROUTES, Collective.SEND, in_stage=False),
-    **{each: CommOp(forward_collective(each), Over.GROUP) for each in TRANSITIONS},
-    late_multiply: CommOp(over=Over.REPLICAS, backward=Collective.ALL_GATHER, finish="multiply"),
-    batch_norm: CommOp(_SUM, Over.REPLICAS, _SUM, tensors=_statistics),
-    all_reduce_scalar: CommOp(_SUM, Over.REPLICAS, denominator=True),
-    global_weight: CommOp(_SUM, Over.REPLICAS, denominator=True),
-    cross_entropy: CommOp(_SUM, Over.GROUP, tensors=_of_classes),
+    send: CommOp(Collective.SEND, Among.PAIR, Collective.RECV, in_stage=False),
+    recv: CommOp(Collective.RECV, Among.PAIR, Collective.SEND, in_stage=False),
+    **{each: CommOp(forward_collective(each), Among.GROUP) for each in TRANSITIONS},
+    late_multiply: CommOp(among=Among.REPLICAS, backward=Collective.ALL_GATHER, finish="multiply"),
+    batch_norm: CommOp(_SUM, Among.REPLICAS, _SUM, tensors=_statistics),
+    all_reduce_scalar: CommOp(_SUM, Among.REPLICAS, denominator=True),
+    global_weight: CommOp(_SUM, Among.REPLICAS, denominator=True),
+    cross_entropy: CommOp(_SUM, Among.GROUP, tensors=_of_classes),
     **dict.fromkeys((linear, embedding, scale_by_share, store_buffer, pull), CommOp()),
     **dict.fromkeys((dropout, uniform, normal), CommOp(draws=True)),
     push: CommOp(in_stage=False),
-    all_reduce: CommOp(_SUM, Over.REPLICAS, in_stage=False),
+    all_reduce: CommOp(_SUM, Among.REPLICAS, in_stage=False),
 }
 """The operations that are nodes of a graph, by their function."""
 

@@ -7,11 +7,12 @@ from typing import Any
 from torch import fx
 
 from splitc.ir import comm_ops
-from splitc.ir.comm_ops import Over, op_of
+from splitc.ir.comm_ops import op_of
 from splitc.ir.graph import copy_node, info
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program, SizeSpec, Spec, TensorSpec
 from splitc.ir.schedule.actions import print_actions
+from splitc.ir.schedule.verbs import Among
 from splitc.runtime.collectives.layouts import State
 
 
@@ -60,12 +61,12 @@ def _annotate(plan: Plan, node: fx.Node, role: str, rank: int) -> None:
         own = node.target in (comm_ops.send, comm_ops.recv) or info(node).state is State.BATCH
         node.meta["shape"] = spec.at(plan.batch(role, rank) if own else plan.peak_batch(role, rank))
     op = op_of(node)
-    match None if op is None else op.over:
-        case Over.ROUTES:
+    match None if op is None else op.among:
+        case Among.PAIR:
             node.meta["comm"] = plan.routes(rank, role, str(node.kwargs["role"]))
-        case Over.GROUP:
+        case Among.GROUP:
             node.meta["comm"] = plan.group(role, rank)
-        case Over.REPLICAS:
+        case Among.REPLICAS:
             node.meta["comm"] = plan.replicas(role, rank)
 
 

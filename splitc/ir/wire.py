@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from splitc.ir.comm_ops import Call, CommOp, Over, op_of
+from splitc.ir.comm_ops import Call, CommOp, op_of
 from splitc.ir.dealt import STATE_COPIES, dealt_ops, slice_numel
 from splitc.ir.graph import info, is_entry, starts_at_once, tensor_spec
 from splitc.ir.plan import Plan
@@ -187,7 +187,7 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         if collective is Collective.NONE:
             continue
         own = bool(node.kwargs.get("own")) or info(node).state is State.BATCH
-        ranks = plan.group(role, rank) if op.over is Over.GROUP else plan.replicas(role, rank)
+        ranks = plan.group(role, rank) if op.among is Among.GROUP else plan.replicas(role, rank)
         ranks = plan.together(role, rank) if own else ranks
         if len(ranks) == 1:
             continue

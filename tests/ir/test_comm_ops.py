@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitc.ir.comm_ops import NODES, Over
+from splitc.ir.comm_ops import NODES
 from splitc.ir.graph import op_name
 from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram
@@ -20,7 +20,7 @@ COMMUNICATING = {
 
 def test_every_transition_is_a_node_of_a_stage_over_its_group() -> None:
     ops = [NODES[function] for function in TRANSITIONS]
-    assert all(op.in_stage and op.over is Over.GROUP and op.backward is NOTHING for op in ops)
+    assert all(op.in_stage and op.among is Among.GROUP and op.backward is NOTHING for op in ops)
 
 
 def test_the_bytes_that_a_rank_of_four_sends() -> None:
