@@ -42,8 +42,7 @@ from splitc.ir.graph import (
     tensors_of_node,
     update_info,
 )
-from splitc.ir.linears import Linear, as_linear, call_as_function, parameter_nodes
-from splitc.ir.neurons import embedding_weight, is_batch_norm
+from splitc.ir.linears import Linear, as_linear, call_as_function, embedding_weight, is_batch_norm, parameter_nodes
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.program import PlacedProgram, SizeSpec, TensorSpec

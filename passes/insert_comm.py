@@ -30,6 +30,7 @@ from splitc.ir.graph import at_the_end, copy_graph, info, insert_after, rename, 
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
 from splitc.ir.program import Cut, PlacedProgram, SizeSpec, TensorSpec
+from splitc.ir.schedule.verbs import SUMS
 from splitc.passes.rows_apart import flattened, unflattened
 
 
@@ -54,10 +55,9 @@ class InsertComm(Pass[PlacedProgram, PlacedProgram]):
                     _transfer(plan, graph, node, role, names)
         _rebase_sizes(graph)
         for role in plan.roles:
-            if summed := _synchronised(program, role, "all_reduce"):
-                at_the_end(graph, role, comm_ops.all_reduce, summed)
-            if pushed := _synchronised(program, role, "parameter_server"):
-                at_the_end(graph, role, comm_ops.push, pushed)
+            for sync, verb in SUMS.items():
+                if summed := _synchronised(program, role, sync):
+                    at_the_end(graph, role, comm_ops.FUNCTIONS[verb], summed)
         return replace(program, graph=graph)
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
 
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.graph import copy_graph, info, update_info
 from splitc.ir.pass_manager import Pass, run_pass, run_passes
-from splitc.ir.placements import Grouping
-from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Refusal, TensorSpec
-from splitc.passes.insert_pulls import InsertPulls
+from splitc.passes.features import features, plan_of
 from splitc.passes.rewriting import ON_THE_GRAPH
 from splitc.passes.schedule import ScheduleForward
 from splitc.passes.split_ranks import SplitRanks
@@ -29,7 +28,8 @@ def with_evaluation(program: LoweredProgram, captured: Program) -> LoweredProgra
     captured: what `program` was lowered from.  Raises PlacementError where subnets cannot be evaluated, of which
     the statistics of the whole model are computed so.
     """
-    if program.plan.deals and program.evaluation is None:
+    needed = next((each.needed for each in features() if each.evaluated(program.plan) is not program.plan), "")
+    if needed and program.evaluation is None:
         program = replace(program, evaluation=captured)  # which shards of the whole model compute otherwise
     evaluation, tensors = program.evaluation, program.tensors
     if isinstance(evaluation, Program):
@@ -39,8 +39,8 @@ def with_evaluation(program: LoweredProgram, captured: Program) -> LoweredProgra
             evaluation = _lowered(program, replace(evaluation, tensors=tensors))
         except SplitcError as error:
             evaluation = Refusal(str(error))
-    if isinstance(evaluation, Refusal) and program.plan.deals:
-        raise PlacementError(f"subnets need the whole model in evaluation mode, divided over ranks: {evaluation.why}")
+    if isinstance(evaluation, Refusal) and needed:
+        raise PlacementError(f"{needed}: {evaluation.why}")
     if not isinstance(evaluation, LoweredProgram):
         return replace(program, evaluation=evaluation)
     stages = []
@@ -67,22 +67,9 @@ def _lowered(program: LoweredProgram, evaluation: Program) -> LoweredProgram:
 def lowered_beside(
     program: LoweredProgram, placed: PlacedProgram, schedule: Pass[LoweredProgram, LoweredProgram]
 ) -> LoweredProgram:
-    """Lower what is computed without gradients, of the parameters that `program` trains and serves."""
+    """Lower what is computed without gradients, of the parameters that `program` trains."""
     lowered = run_pass(SplitRanks(), run_passes(placed, ON_THE_GRAPH))
-    served = {stage.role: stage.served for stage in program.stages}
-    stages = tuple(replace(stage, served=served.get(stage.role, ())) for stage in lowered.stages)
-    return run_pass(schedule, InsertPulls().run(replace(lowered, stages=stages)))
-
-
-def plan_of(plan: Plan) -> Plan:
-    """The plan by which the model is evaluated: subnets as shards of one group of all ranks, else the same."""
-    if not plan.deals:
-        return plan
-    dealt = {name: place for name, place in plan.placements.items() if place.holding == "subnet"}
-    (role,) = {place.role for place in dealt.values()}
-    sharded = {name: replace(place, holding="sharded", sync="none", group=plan.world) for name, place in dealt.items()}
-    groups = {role: Grouping(plan.world, "BK")}
-    return replace(plan, placements={**plan.placements, **sharded}, groups=groups, rounds=None)
+    return run_pass(schedule, reduce(lambda each, feature: feature.beside(program, each), features(), lowered))
 
 
 def _stale(program: LoweredProgram, evaluation: LoweredProgram) -> Iterator[str]:

@@ -21,7 +21,8 @@ from splitc.ir.layers import Layer
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program, Refusal, SizeSpec
-from splitc.passes.lower_evaluation import lowered_beside, plan_of
+from splitc.passes.features import plan_of
+from splitc.passes.lower_evaluation import lowered_beside
 from splitc.passes.schedule import ScheduleForward
 
 

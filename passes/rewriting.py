@@ -8,10 +8,9 @@ from splitc.ir.pass_manager import Pass, Watcher, run_pass, run_passes
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.passes.assign_states import AssignStates
 from splitc.passes.bucket_gradients import BucketGradients
-from splitc.passes.deal_neurons import DealNeurons
 from splitc.passes.divide_roles import DivideRoles
+from splitc.passes.features import features
 from splitc.passes.insert_comm import InsertComm
-from splitc.passes.insert_pulls import InsertPulls
 from splitc.passes.late_multiply import LateMultiply
 from splitc.passes.scale_loss import ScaleLoss
 from splitc.passes.schedule import Schedule
@@ -28,9 +27,9 @@ ON_THE_GRAPH: tuple[Pass[PlacedProgram, PlacedProgram], ...] = (
 """Passes that rewrite the one graph of all roles, of training and of evaluation."""
 
 ON_THE_STAGES: tuple[Pass[LoweredProgram, LoweredProgram], ...] = (
-    DealNeurons(),
+    *(each for feature in features() for each in feature.on_stages),
     BucketGradients(),
-    InsertPulls(),
+    *(each for feature in features() for each in feature.with_buckets),
     Schedule(),
 )
 """Passes that rewrite the stages, after `SplitRanks`."""

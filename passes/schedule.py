@@ -28,12 +28,10 @@ from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.checks.graph import stages_cover_the_graph
 from splitc.ir.comm_ops import finishes
-from splitc.ir.dealt import fetches_ahead
+from splitc.ir.features import features
 from splitc.ir.graph import denominators
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, Stage
-from splitc.ir.rounds import exchanges
 from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.ir.transitions import name_of
 from splitc.ir.wire import of_action
@@ -70,41 +68,29 @@ class ScheduleForward(Pass[LoweredProgram, LoweredProgram]):
 
 def _evaluation(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Action]:
     """Yield what ranks do forward, with one batch as a whole."""
-    if rank_program.roles == (SERVER,):
-        yield Action("send_parameters", role=SERVER)
-    stages = [program.stage(role) for role in program.plan.roles]
-    yield from (Action("pull", role=each.role) for each in stages if each.served and each.role in rank_program.roles)
-    for stage in stages:
+    begins = (action for feature in features() for action in feature.begins(program, rank_program))
+    yield from (action for action in begins if action.row.forward)
+    for stage in (program.stage(role) for role in program.plan.roles):
         yield from _forward(program, rank_program, stage, 0, early=False)
         if stage.has_loss:
             yield _sum_loss(program, rank_program)
 
 
 def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Action]:
-    roles, plan = rank_program.roles, program.plan
-    stages = [program.stage(role) for role in roles if role != SERVER]
-    dedicated = roles == (SERVER,)  # a rank that is a worker too serves while it pulls and pushes
-    in_pieces = any(program.turns(stage) > 1 for stage in program.stages)
-    if dedicated:
-        yield Action("send_parameters", role=SERVER)
-        yield from [Action("reduce_gradients", role=SERVER)] * in_pieces  # the loss is known after the last push
-    yield from (Action("deal", role=stage.role) for stage in stages if stage.dealt)
-    yield from (Action("fetch_ahead", role=stage.role) for stage in stages if fetches_ahead(stage))
-    yield from (Action("pull", role=stage.role) for stage in stages if stage.served)
+    for feature in features():
+        yield from feature.begins(program, rank_program)
     yield from _posted_early(program, rank_program.ranks[0], list(_cells(program, rank_program)))
     for name, ranks in program.tied.items():
         if set(rank_program.ranks) <= set(ranks):
-            yield Action("all_reduce_tied", name, role=roles[0])
-    if dedicated and not in_pieces:
-        yield Action("reduce_gradients", role=SERVER)
-    yield from (Action("collect", role=stage.role) for stage in stages if stage.dealt)
-    yield from (action for stage in stages for action in exchanges(plan.rounds, stage))
+            yield Action("all_reduce_tied", name, role=rank_program.roles[0])
+    for feature in features():
+        yield from feature.ends(program, rank_program)
 
 
 def _cells(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Action]:
     """Yield the cells of the grid; the loss is summed after the last of its role, or before it goes back once."""
     plan, names = program.plan, list(program.plan.roles)
-    programs = [[names.index(role) for role in each.roles if role != SERVER] for each in program.rank_programs]
+    programs = [[names.index(role) for role in each.roles if role in names] for each in program.rank_programs]
     numbers = [program.turns(program.stage(role)) for role in names]
     order = plan.schedule if plan.in_pieces else "all_forward"
     for cell in grid(programs, numbers, order, [len(parts) for parts in plan.parts.values()]):
@@ -116,9 +102,8 @@ def _cells(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Actio
 
 def _sum_loss(program: LoweredProgram, rank_program: RankProgram) -> Action:
     """The sum of the loss, in the role that computes it if these ranks are in it."""
-    roles = rank_program.roles
-    own = (role for role in roles if role != SERVER and program.stage(role).has_loss)
-    return Action("sum_loss", role=next(own, roles[-1]))
+    own = (stage.role for stage in program.stages_of(rank_program) if stage.has_loss)
+    return Action("sum_loss", role=next(own, rank_program.roles[-1]))
 
 
 def _forward(
@@ -187,9 +172,7 @@ def _run_back(program: LoweredProgram, stage: Stage, microbatch: int, last: bool
     if last:
         yield from (Action(verb, role=role, microbatch=microbatch) for verb in finishes(stage.graph))
     if last or every:
-        for verb, buckets in (("all_reduce", stage.buckets), ("push", stage.served)):
-            for bucket in range(len(buckets)):
-                yield Action(verb, role=role, microbatch=microbatch, bucket=bucket)
+        yield from stage.sums(microbatch)
     for cut in reversed(returns):
         if cut.entry is not None:
             yield Action(f"{name_of(cut.entry)}_grad", cut.name, role=role, microbatch=microbatch)

@@ -11,6 +11,7 @@ from typing import ClassVar
 from splitc.checks.batch_sizes import step_problems
 from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.errors import LaunchError, PlacementError, bullets
+from splitc.ir.features import features
 from splitc.ir.names import near_name
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
@@ -87,8 +88,8 @@ def _misfits(program: Program, plan: Plan) -> Iterator[str]:
                     f"placements: {after}, in role {placed[after].role!r}, reads {before}, in role "
                     f"{placed[before].role!r}, but data pass through {', '.join(order)} in this order"
                 )
-    for name in program.placed(plan).tied if plan.rounds else ():
-        yield f"rounds: {name} is used in several roles, which train copies of it; give the layers that use it one role"
+    for feature in features():
+        yield from feature.misfits(program, plan)
     for layer in program.layers:
         place = placed[layer.name]
         if not any(program.tensors[name].trainable for name in layer.tensors):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from splitc.capture.example.example import LOSS, Example
-from splitc.capture.insert_norms import with_norms
 from splitc.checks.batch_sizes import require_batch_sizes, runs_batches_of
 from splitc.codegen.generate import generate
 from splitc.codegen.rank_weights import rank_weights, whole_state
@@ -22,6 +21,7 @@ from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.memory.memory_check import require_memory_on
 from splitc.errors import InternalError, LaunchError, PlacementError
+from splitc.features import parts
 from splitc.ir.autocast import autocast_for, under_autocast
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Watcher, run_pass
@@ -111,8 +111,15 @@ def compile_example(
     return CompiledProgram(program if waits else program(), model, example, replace(settings, world=world))
 
 
+def with_norms(model: nn.Module, program: Program, world: int) -> nn.Module:
+    """The model with the normalisations that a feature needs."""
+    return reduce(
+        lambda model, each: each.with_norms(model, program, world), parts("splitc.capture", "insert_norms"), model
+    )
+
+
 def inserts_norm(settings: Settings, plan: Plan | None) -> bool:
-    """Whether the model is to be normalised where subnets need it (`with_norms`), before it is captured."""
+    """Whether the model is to be normalised (`with_norms`), before it is captured."""
     return parse_strategy(settings.strategy).inserts_norm if plan is None else plan.insert_norm
 
 

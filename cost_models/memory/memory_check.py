@@ -14,10 +14,10 @@ from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.rank_memory import memory_of
 from splitc.errors import PlacementError, bullets
 from splitc.ir.cluster import Cluster
-from splitc.ir.plan import SERVER, Plan
+from splitc.ir.features import features
+from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.ir.roles import ranks_text
-from splitc.ir.server_wire import Piece, pieces
 from splitc.ir.wire import nbytes_trained, wire
 
 
@@ -84,21 +84,11 @@ def _kinds(program: LoweredProgram) -> list[object]:
     plan = program.plan
     programs = {rank: each for each in program.rank_programs for rank in each.ranks}
 
-    def sizes(role: str, rank: int) -> tuple[object, ...]:
-        served = role == SERVER
-        return tuple(each.shape for each in _rows(program, rank)) if served else _sizes(plan, role, rank)
+    def kind(name: str, rank: int) -> object:
+        held = tuple(shape for feature in features() for shape, _ in feature.holds(program, rank))
+        return name, held, *(_sizes(plan, role, rank) for role in plan.roles_of(rank))
 
-    return [
-        (each.name, *(sizes(role, rank) for role in each.roles)) if (each := programs.get(rank)) is not None else None
-        for rank in range(plan.world)
-    ]
-
-
-def _rows(program: LoweredProgram, rank: int) -> list[Piece]:
-    """The parameter rows that a server holds."""
-    buckets = [bucket for stage in program.stages for bucket in stage.served]
-    placed = [piece for bucket in buckets for piece in pieces(program, bucket, program.plan.servers)]
-    return [piece for piece in placed if piece.server == rank]
+    return [kind(each.name, rank) if (each := programs.get(rank)) is not None else None for rank in range(plan.world)]
 
 
 def _sizes(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
@@ -108,7 +98,7 @@ def _sizes(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
         plan.group(role, rank).index(rank),
         tuple(plan.sizes(role, rank)),
         tuple((peer == rank, b - a) for other in plan.roles for peer, a, b in plan.routes(rank, role, other)),
-        plan.rounds is not None and plan.rounds.through == "server" and plan.averaged(role, rank)[0] == rank,
+        any(feature.is_first(plan, role, rank) for feature in features()),
         plan.replicas(role, rank).index(rank) if plan.all_reduce == "recursive_doubling" else None,
     )
 
@@ -127,11 +117,10 @@ def _bound(program: LoweredProgram, rank: int, optimizer_copies: int) -> float:
     for role in plan.roles_of(rank):
         stage = program.stage(role)
         held += sum(nbytes_trained(program, stage, name, rank) for name in stage.tensors)
-        held += sum(-(-program.tensors[name].nbytes // plan.world) for name in stage.dealt)  # that it owns
         for layer in stage.layers:
             cost = program.costs[layer].at(plan.peak_batch(role, rank))
             moved += cost.saved_bytes + sum(op.bytes_accessed for op in cost.forward_ops)
             backward = max(backward, sum(op.bytes_accessed for op in cost.backward_ops))
-    held += sum(piece.nbytes for piece in _rows(program, rank))
+    held += sum(nbytes for feature in features() for _, nbytes in feature.holds(program, rank))
     exchanged = sum(op.nbytes for op in wire(program, rank))
     return (4 + optimizer_copies) * held + moved + backward + 2 * exchanged

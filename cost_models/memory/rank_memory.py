@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from splitc.capture.example.example import LOSS
-from splitc.codegen.rank_file import rank_file, served_file
+from splitc.codegen.features import features
+from splitc.codegen.rank_file import rank_file
 from splitc.codegen.role_file import role_file
 from splitc.cost_models.memory.live_storage import HELD, SAVED, TRAVELS, WORKING, LiveStorage
 from splitc.cost_models.memory.memory import RankMemory
@@ -108,8 +109,8 @@ def _module(program: LoweredProgram, rank: int) -> Any:
     """Return the generated module of a rank."""
     part = program.rank_program(rank)
     files = {f"{part.name}.py": role_file(program, part), f"rank{rank}.py": rank_file(program, rank)}
-    if program.plan.servers:
-        files["served.py"] = served_file(program)
+    for feature in features():
+        files |= feature.files(program)
     return load_rank(files, rank, {"model": program.root, LOSS: program.root._modules.get(LOSS)})
 
 

@@ -12,6 +12,7 @@ import math
 from itertools import pairwise
 
 from splitc.ir.cluster import Cluster
+from splitc.ir.features import features
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import wire
@@ -20,7 +21,7 @@ from splitc.ir.wire import wire
 def representatives(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
     """Rank -> the one that is simulated for it: that of the first unit."""
     each = tuple(range(plan.world))
-    exchanges = plan.servers or plan.deals or plan.rounds or plan.all_reduce != "backend"
+    exchanges = plan.all_reduce != "backend" or any(f.concerns(plan) for f in features())
     if exchanges or cluster.unlike or cluster.ranks_per_host or {*each} != {*sum(plan.roles.values(), ())}:
         return each
     units = math.gcd(*(len(ranks) // plan.grouping(role).size for role, ranks in plan.roles.items()))
@@ -39,5 +40,5 @@ def representatives(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
 def num_transfers(program: LoweredProgram, cluster: Cluster) -> int:
     """What the simulated ranks begin in a step, if all ranks of a role begin as much as its first one."""
     plan, alike = program.plan, set(representatives(program.plan, cluster))
-    several = (ranks for ranks in (*plan.roles.values(), plan.servers) if ranks)
+    several = plan.all_roles.values()
     return sum(len(alike.intersection(ranks)) * len(wire(program, ranks[0])) for ranks in several)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from splitc.ir.program import LoweredProgram
 from splitc.ir.schedule.actions import Action
-from splitc.ir.schedule.verbs import When
+from splitc.ir.schedule.verb import When
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,8 @@ def batches_of_round(program: LoweredProgram, accumulate: int = 1) -> Iterator[B
 
 def _of_round(program: LoweredProgram) -> Iterator[tuple[int, int]]:
     """Yield (number in the round, times) of its updates, which without rounds is one; 0: nothing follows on them."""
-    steps = program.plan.rounds.steps if program.plan.rounds else 1
     turns = {action.update for part in program.rank_programs for action in part.actions if action.update is not None}
-    for before, update in pairwise(sorted({0, *turns, steps})):
+    for before, update in pairwise(sorted({0, *turns, program.plan.period})):
         if update - before > 1:
             yield 0, update - before - 1
         yield update, 1

@@ -14,6 +14,7 @@ from splitc.cost_models.simulation.batches import Batch
 from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer, Wait
 from splitc.cost_models.simulation.prices import Prices
 from splitc.cost_models.simulation.step_operations import Step
+from splitc.ir.features import features
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import WireOp
 
@@ -64,7 +65,7 @@ class Programs:
             group = plan.group(role, rank)
             sizes.append((group.index(rank), *self._sizes(role, group[0])))
         ops = tuple(_without_ranks(op) for op in wire(program, rank))
-        alone = rank if plan.deals or rank in plan.servers else None
+        alone = rank if any(feature.is_apart(plan, rank) for feature in features()) else None
         name = program.rank_program(rank).name if works else ""
         return name, id(self._prices.cluster.device_of(rank)), tuple(sizes), alone, ops
 

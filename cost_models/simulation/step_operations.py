@@ -23,11 +23,11 @@ from splitc.cost_models.simulation.prices import UPDATE, Prices
 from splitc.cost_models.simulation.stage_layers import first_nodes, trainable, users
 from splitc.ir import comm_ops
 from splitc.ir.comm_ops import finish_of
-from splitc.ir.dealt import share_of
+from splitc.ir.features import features
 from splitc.ir.graph import info, starts_at_once, tensor_spec
 from splitc.ir.program import Stage, TensorSpec
 from splitc.ir.schedule.actions import Action
-from splitc.ir.schedule.verbs import Among, Waits, When
+from splitc.ir.schedule.verb import Among, Waits, When
 from splitc.ir.transitions import Collective
 from splitc.ir.wire import inside, of_action
 from splitc.ir.wire_op import What, WireOp
@@ -40,7 +40,7 @@ class Step:
     def __init__(self, prices: Prices, rank: int, batch: Batch) -> None:
         self.prices, self.rank, self.program, self.plan = prices, rank, prices.program, prices.program.plan
         self.begun: list[WireOp] = []
-        self.batch, self.update, self.last = batch, batch.update, self.plan.rounds.steps if self.plan.rounds else 1
+        self.batch, self.update, self.last = batch, batch.update, self.plan.period
         self.device = prices.cluster.device_of(rank)
         self._memory_rate = self.device.memory_bandwidth * self.device.efficiency_of("memory")  # bytes/s
         self._done: list[Operation] = []
@@ -117,11 +117,12 @@ class Step:
 
     def _wire(self, action: Action) -> list[WireOp]:
         ops = list(of_action(self.program, self.rank, action))
-        in_round = action.row.what is What.LOSS and self.plan.rounds is not None
+        in_round = action.row.what is What.LOSS and self.plan.trains_in_units
         return ops if not in_round else ops[-1:] if self.update == self.last else ops[:-1]  # of a unit
 
     def _between(self, actions: Sequence[Action]) -> None:
         """Copy and begin what one kind of action exchanges; wait for it, or for what began before, and copy it back."""
+        verbs = {each.verb for each in self.program.rank_program(self.rank).actions}
         for verb, alike in groupby(actions, key=lambda action: action.verb):
             begun: list[tuple[Transfer, float]] = []
             for action in alike:
@@ -131,7 +132,7 @@ class Step:
                     own = op.nbytes / (len(op.ranks) if op.algorithm == Collective.ALL_TO_ALL else 1)
                     self._copy(str(op.payload), own)
                     found += ((transfer, own) for transfer in self._begin([op]))
-                if verb == "fetch_ahead" or (verb == "average" and self.plan.rounds and self.plan.rounds.delay):
+                if action.row.lands in verbs:
                     self.prices.travelling[key] = found
                 else:
                     begun += found
@@ -219,9 +220,8 @@ class Step:
         forward, backward = self.prices.layer(layer, batch, self.device)
         if holding == "sharded":
             share = 1 / len(self.plan.group(stage.role, self.rank))
-        elif holding == "subnet":
-            tensors = (self.program.tensors[name] for name in self.program.layer(layer).tensors)
-            share = share_of(tensors, stage.dealt, self.plan.world, self.rank)
+        for feature in features():
+            share *= feature.share(self.program, stage, layer, self.rank)
         return share * forward, share * backward
 
     def _split(self, stage: Stage, layer: str, backward: float) -> tuple[float, float]:
@@ -265,13 +265,11 @@ class Step:
 
     def _trained(self) -> float:
         """Return the bytes of the parameters that this rank's optimizer updates at the step's end."""
-        nbytes = 0.0
+        own = [feature.updated(self.program, self.rank) for feature in features()]
+        nbytes, elsewhere = sum(nbytes for nbytes, _ in own), {name for _, names in own for name in names}
         for stage in self.program.stages:
-            served = {name for bucket in stage.served for name in bucket}
-            if self.rank in self.plan.servers:
-                nbytes += sum(self.program.tensors[name].nbytes for name in served) / len(self.plan.servers)
             if self.rank in self.plan.roles[stage.role] and self.plan.grouping(stage.role).updates == "once":
-                nbytes += trainable(self.program, stage, self.rank, served)
+                nbytes += trainable(self.program, stage, self.rank, elsewhere)
         return nbytes
 
     def _update(self, nbytes: float) -> None:

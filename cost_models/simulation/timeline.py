@@ -48,7 +48,7 @@ def simulate(
     alike = tuple(range(program.plan.world)) if record or cores else representatives(program.plan, cluster)
     programs = Programs(Prices(program, cluster, alike), merge=not (record or costs_processor or cores))
     of_round = list(batches_of_round(program, accumulate or program.plan.accumulate))
-    laps = 1 if program.plan.rounds else steps  # what travels under a round belongs to another one
+    laps = 1 if program.plan.trains_in_units else steps  # what travels under a round belongs to another one
     for batch in steps // laps * of_round:
         programs.add(batch)
     run = Simulation(programs.operations, record, cores, laps)

@@ -11,8 +11,7 @@ from torch import fx
 
 from splitc.ir.elementwise import is_elementwise, leaves_last_dim
 from splitc.ir.graph import info, tensor_spec
-from splitc.ir.linears import as_linear
-from splitc.ir.neurons import embedding_weight, is_batch_norm
+from splitc.ir.linears import as_linear, embedding_weight, is_batch_norm
 from splitc.ir.program import Program, TensorSpec
 
 

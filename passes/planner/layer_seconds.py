@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from splitc.ir.features import features
 from splitc.ir.plan import Plan
 from splitc.passes.planner.request import Request
 from splitc.passes.planner.syncs import sync_named
@@ -26,6 +27,6 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
         seconds *= plan.turns(place.role)
         if place.holding == "sharded":
             seconds /= grouping.size
-    if place.holding == "subnet":
-        seconds *= request.subnet_share(layer)
+    for feature in features():
+        seconds *= feature.part(request.program, plan, place, request.held[layer])[0]
     return seconds * sync_named(place.sync).work(len(ranks))

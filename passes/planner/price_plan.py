@@ -6,6 +6,7 @@ from splitc.checks.batch_sizes import step_problems
 from splitc.checks.graph import tied_are_replicated
 from splitc.cost_models.memory.memory import exchanged_nbytes
 from splitc.errors import PlacementError
+from splitc.ir.features import features
 from splitc.ir.plan import Plan
 from splitc.ir.plan_checks import decision_problems
 from splitc.ir.program import LoweredProgram
@@ -49,9 +50,10 @@ def memory_needed(request: Request, program: LoweredProgram) -> tuple[float, dic
         later = len(names) - names.index(place.role) - 1
         batch = request.live(plan.peak_batch(place.role, plan.roles[place.role][0]), later)
         needed[name] = request.layer_memory(name, batch, place.sync == "all_reduce") / place.num_shards
-        if place.holding == "subnet":  # a slice of it, beside the part that the rank owns between rounds
-            owned = sum(h.nbytes * (1 + request.optimizer_copies * h.trainable) for h in request.held[name])
-            needed[name] = needed[name] * request.subnet_share(name) + owned / plan.world
+        owned = sum(h.nbytes * (1 + request.optimizer_copies * h.trainable) for h in request.held[name])
+        for feature in features():
+            computed, kept = feature.part(request.program, plan, place, request.held[name])
+            needed[name] = needed[name] * computed + owned * kept
     return sum(needed.values()) + exchanged_nbytes(program, 0) + _accumulated_nbytes(request, plan), needed
 
 

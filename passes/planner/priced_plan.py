@@ -10,16 +10,13 @@ from splitc import units
 from splitc.cost_models.simulation.alike import num_transfers
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.errors import PlacementError
-from splitc.ir.plan import SERVER, Plan
+from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate
 from splitc.ir.roles import ranks_text
 from splitc.passes.planner.request import Request
 from splitc.passes.planner.search import Found
 from splitc.passes.planner.whole_batch import with_whole_batch
 from splitc.passes.rewriting import lower_unchecked
-
-PAIRS = 400
-"""Servers x workers whose messages are simulated, in seconds; those of 512 and 512 would take hours."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,8 @@ class PricedPlan:
 
     plan: may be there although it is infeasible, for want of memory.  seconds: simulated.  program_seconds: by the
     integer program, or a closed form.  bound: samples per second by that price which no plan of the strategy exceeds,
-    proved or not.  found: the numbers and the assignment of the integer program that the plan is from.
+    proved or not.  closed: a closed form is its price, also where others are simulated.  found: the numbers and the
+    assignment of the integer program that the plan is from.
     """
 
     strategy: str
@@ -40,6 +38,7 @@ class PricedPlan:
     infeasible_because: str = ""
     exact: bool = True
     found: Found | None = None
+    closed: bool = False
 
     @property
     def feasible(self) -> bool:
@@ -66,9 +65,6 @@ class PricedPlan:
 
     def candidate(self) -> Candidate:
         """What users see of it."""
-        roles = {} if self.plan is None else dict(self.plan.roles)
-        if self.plan is not None and self.plan.servers:
-            roles[SERVER] = self.plan.servers
         return Candidate(
             self.strategy,
             self.seconds,
@@ -77,7 +73,7 @@ class PricedPlan:
             self.exact,
             self.feasible,
             self.infeasible_because,
-            roles,
+            {} if self.plan is None else self.plan.all_roles,
             self.program_seconds,
             1 if self.plan is None else self.plan.microbatches,
         )
@@ -107,11 +103,9 @@ def priced_plan(request: Request, plan: Plan, problems: Sequence[str], seconds: 
 def simulated(request: Request, priced: PricedPlan, most: float = math.inf) -> PricedPlan:
     """The plan with its simulated price; infeasible where it cannot be written or has over `most` transfers.
 
-    With more than `PAIRS` of servers and workers it keeps that of the closed form.
+    A plan that is too large for that keeps the price of its closed form.
     """
-    if priced.plan is None or not priced.feasible:
-        return priced
-    if len(priced.plan.servers) * len(priced.plan.roles[priced.plan.reader]) > PAIRS:
+    if priced.plan is None or not priced.feasible or priced.closed:
         return priced
     try:
         plan = replace(with_whole_batch(request.program, priced.plan), accumulate=request.accumulate)

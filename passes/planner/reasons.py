@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from splitc import units
+from splitc.ir.features import features
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import Plan
 from splitc.passes.planner.priced_plan import PricedPlan
@@ -80,13 +81,10 @@ def _of_choice(request: Request, plan: Plan, layer: str) -> str:
     ranks = plan.roles[place.role]
     if not request.gradient_of(layer):
         return "it has no gradient to sum"
-    if place.holding == "subnet":
-        part = "its neurons" if place.split == "columns" else "the neurons it reads"
-        return f"each rank trains 1/{plan.world} of {part}, dealt again after every round"
+    if own := next(filter(None, (feature.why(plan, place) for feature in features())), ""):
+        return own
     if place.sync == "average":
         return f"averaged once a round; {_ring(request, layer, 'would cost', ranks)}"
-    if place.sync == "parameter_server":
-        return "its gradient goes to the servers and its parameters come back"
     if instead := sync_named(place.sync).instead:
         return f"{_ring(request, layer, 'would cost', ranks)}; {instead}"
     if place.holding == "sharded":

@@ -16,11 +16,9 @@ from splitc.cost_models.compute.roofline import backward_seconds, forward_second
 from splitc.cost_models.memory.memory import gradient_nbytes, rank_memory
 from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling, ring_all_reduce
 from splitc.ir.cluster import Cluster, Device, Link
-from splitc.ir.dealt import share_of
 from splitc.ir.graph import tensor_spec
 from splitc.ir.layers import StateTensor
-from splitc.ir.linears import Linear, linear_layers
-from splitc.ir.neurons import Dealing, divisible_layers, find_neurons
+from splitc.ir.linears import Linear, divisible_layers, linear_layers
 from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
 from splitc.ir.shares import share_out
@@ -166,15 +164,6 @@ class Request:
         kept = self.program.costs[layer].saved_bytes_at(batch)
         copies = gradient_nbytes(held) if summed else 0
         return rank_memory(held, kept, copies, self.optimizer_copies).total
-
-    @cached_property
-    def dealing(self) -> Dealing:
-        """The neurons that independent subnets deal to all ranks."""
-        return find_neurons(self.program, self.program.graph, self.world)
-
-    def subnet_share(self, layer: str) -> float:
-        """The largest share of a layer that a rank computes in a subnet: 1 / n of its weights, or 1 / n^2 (IST 3.4)."""
-        return share_of(self.held[layer], self.dealing.tensors, self.world)
 
     def gradient(self, layer: str) -> int:
         """Bytes of the gradient of the layer's own parameters."""

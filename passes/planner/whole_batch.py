@@ -35,7 +35,7 @@ def gathered_plan(plan: Plan, layer: str) -> Plan:
     role = plan.placements[layer].role
     ranks = plan.roles[role]
     groups = {name: Grouping(group.size, "BK") if name == role else group for name, group in plan.groups.items()}
-    sync = "average" if plan.rounds and plan.placements[layer].sync != "none" else "none"
+    sync = "average" if plan.trains_in_units and plan.placements[layer].sync != "none" else "none"
     alone = replace(plan.placements[layer], role=layer, sync=sync, state=None)
     return replace(
         plan,

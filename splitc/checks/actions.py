@@ -6,11 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from splitc.ir.comm_ops import finishes
-from splitc.ir.dealt import fetches_ahead
+from splitc.ir.features import features
 from splitc.ir.graph import denominators
-from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
-from splitc.ir.rounds import exchanges
 from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.ir.transitions import name_of
 
@@ -58,11 +56,10 @@ def _needs(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Actio
     """Yield all that a rank program does in a step."""
     roles = rank_program.roles
     yield next((a for a in rank_program.actions if a.verb == "sum_loss"), Action("sum_loss", role=roles[-1]))
-    if roles == (SERVER,):
-        yield from (Action("send_parameters", role=SERVER), Action("reduce_gradients", role=SERVER))
-    for role in roles:
-        if role != SERVER:
-            yield from _stage_needs(program, program.stage(role))
+    for feature in features():
+        yield from (*feature.begins(program, rank_program), *feature.ends(program, rank_program))
+    for stage in program.stages_of(rank_program):
+        yield from _stage_needs(program, stage)
     for name, ranks in program.tied.items():
         if set(rank_program.ranks) <= set(ranks):
             yield Action("all_reduce_tied", name, role=roles[0])
@@ -74,12 +71,8 @@ def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Action]:
     trains = any(program.tensors[name].trainable for name in stage.tensors)
     receives_gradients = any(cut.gradient and cut.value not in stage.inputs for cut in stage.sends)
     runs_back = (trains or any(cut.gradient for cut in stage.receives)) and (stage.has_loss or receives_gradients)
-    once = {
-        "pull": stage.served, "weigh": denominators(stage.graph), "deal": stage.dealt, "collect": stage.dealt,
-        "fetch_ahead": fetches_ahead(stage),
-    }  # fmt: skip
-    yield from (Action(verb, role=role) for verb, needed in once.items() if needed)
-    yield from exchanges(program.plan.rounds, stage)
+    if denominators(stage.graph):
+        yield Action("weigh", role=role)
     finished = finishes(stage.graph)
     for k in range(number):
         last = k == number - 1
@@ -91,8 +84,7 @@ def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Action]:
                 yield Action(name_of(cut.entry), cut.name, role=role, microbatch=k)
             if cut.entry is not None and cut.gradient and runs_back:
                 yield Action(f"{name_of(cut.entry)}_grad", cut.name, role=role, microbatch=k)
-        for verb, buckets in (("all_reduce", stage.buckets), ("push", stage.served)) if every or last else ():
-            yield from (Action(verb, role=role, microbatch=k, bucket=bucket) for bucket in range(len(buckets)))
+        yield from stage.sums(k) if every or last else ()
     yield from _crossing(program, stage)
 
 

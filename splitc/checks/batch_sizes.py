@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 from splitc.errors import PlacementError
-from splitc.ir.graph import info, normalises_examples, stores, tensor_spec
+from splitc.ir.features import features
+from splitc.ir.graph import info, normalises_examples, tensor_spec
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program
-from splitc.ir.regions import regions
 from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import StepContext, refused_batch
 
@@ -40,10 +40,9 @@ def runs_batches_of(program: LoweredProgram, sizes: Sequence[int]) -> bool:
 
 
 def step_problems(program: Program, plan: Plan) -> Iterator[str]:
-    """Yield why a model cannot run in the microbatches, or the rounds, of a plan."""
-    kept = {str(n.all_input_nodes[0].target) for n in stores(program.graph) if not info(n).copied_to_each_stage}
-    if plan.rounds and (kept := kept.union(*(own.keeps for _, own in regions(program)))):
-        yield f"in rounds units would keep unlike values in {', '.join(sorted(kept)[:4])}, which forward changes"
+    """Yield why a model cannot run in the microbatches of a plan, or with its features."""
+    for feature in features():
+        yield from feature.unfit(program, plan)
     if not plan.in_pieces:
         return
     why = f"microbatches is {plan.microbatches}, but"

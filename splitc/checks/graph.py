@@ -1,14 +1,16 @@
-"""Checks of graphs, placements, buckets and servers: one line for each problem, which names node, role or rank."""
+"""Checks of graphs, placements and buckets: one line for each problem, which names node, role or rank."""
 
 from __future__ import annotations
 
 from torch import fx
 
 from splitc.ir import comm_ops
+from splitc.ir.features import features
 from splitc.ir.graph import info, op_name, tensors_of_node
 from splitc.ir.interpreter import shapes_at
 from splitc.ir.plan_checks import decision_problems
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program
+from splitc.ir.schedule.verbs import SUMS
 from splitc.runtime.collectives.layouts import State
 
 
@@ -24,7 +26,7 @@ def every_layer_placed(program: PlacedProgram) -> list[str]:
     missing = [layer for layer in program.layers if layer.name not in plan.placements]
     problems += [f"layer {layer.name} ({layer.source}) has no placement" for layer in missing]
     problems += decision_problems(plan)
-    problems += servers_fit(program)
+    problems += [problem for feature in features() for problem in feature.misplaced(program)]
     if program.in_batch in plan.placements and not problems and not plan.sees_whole_batch(program.in_batch):
         problems.append(f"layer {program.in_batch} needs the whole batch, and its ranks see parts of it")
     return problems
@@ -102,8 +104,8 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
         stages = [program.stage(part) for part in parts]
         nodes = [node for stage in stages for node in stage.graph.nodes]
         ways = {
-            "all_reduce": [name for stage in stages for bucket in stage.buckets for name in bucket],
-            "parameter_server": [name for stage in stages for bucket in stage.served for name in bucket],
+            sync: [name for stage in stages for bucket in stage.buckets_of(verb) for name in bucket]
+            for sync, verb in SUMS.items()
         }
         for node in filter(comm_ops.finish_of, nodes):
             ways.setdefault(op_name(node), []).extend(str(parameter.target) for parameter in node.args[1:])
@@ -144,49 +146,4 @@ def shapes_hold(program: LoweredProgram) -> list[str]:
     for stage in program.stages:
         for batch in sorted({max(2, plan.peak_batch(stage.role, rank)) for rank in plan.roles[stage.role]}):
             problems += shapes_at(program, batch, stage)
-    return problems
-
-
-def servers_fit(program: PlacedProgram) -> list[str]:
-    """Served layers have servers; a server on a worker's rank is in every served role."""
-    plan = program.plan
-    served = {name: str(p.role) for name, p in plan.placements.items() if p.sync == "parameter_server"}
-    problems = [
-        f"layer {name} is served, but its role {role} has model-parallel groups"
-        for name, role in served.items()
-        if role in plan.groups
-    ]
-    problems += [
-        f"rank {rank} is a server and in role {' and '.join(plan.roles_of(rank))}, but not in role {role}, whose "
-        f"parameters it serves"
-        for rank in plan.servers
-        for role in dict.fromkeys(served.values())
-        if plan.roles_of(rank) and role not in plan.roles_of(rank)
-    ]
-    return problems
-
-
-def served_parameters_are_pulled(program: LoweredProgram) -> list[str]:
-    """Where parameters arrive layer by layer, each bucket is pulled once, before the first node that reads it."""
-    if not program.plan.overlap:
-        return []
-    problems: list[str] = []
-    for stage in program.stages:
-        pulled: list[int] = []
-        for node in stage.graph.nodes:
-            if node.target is comm_ops.pull:
-                pulled.append(int(node.kwargs["bucket"]))
-            elif node.op not in ("get_attr", "placeholder", "output"):
-                read = tensors_of_node(program, node)
-                problems += [
-                    f"{node.name} ({info(node).source}) in role {stage.role} reads {name} before it is pulled"
-                    for k, bucket in enumerate(stage.served)
-                    for name in bucket
-                    if name in read and k not in pulled
-                ]
-        problems += [
-            f"bucket {k} of role {stage.role} is pulled {pulled.count(k)} times, not once"
-            for k in range(len(stage.served))
-            if pulled.count(k) != 1
-        ]
     return problems

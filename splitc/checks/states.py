@@ -13,8 +13,7 @@ from torch import fx
 from splitc.ir import comm_ops
 from splitc.ir.elementwise import is_elementwise, leaves_last_dim, reads_no_numbers
 from splitc.ir.graph import info
-from splitc.ir.linears import as_linear
-from splitc.ir.neurons import embedding_weight, is_batch_norm
+from splitc.ir.linears import as_linear, embedding_weight, is_batch_norm
 from splitc.ir.program import PlacedProgram, SizeSpec, TensorSpec
 from splitc.ir.transitions import transition_of
 from splitc.runtime.collectives.layouts import State

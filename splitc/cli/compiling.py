@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 
-from splitc.capture.insert_norms import with_norms
 from splitc.cli.alone import runs_alone
 from splitc.cli.model_file import ModelFile, load_model
 from splitc.cli.names import Attempts
 from splitc.cli.plan_file import read_plan_file
 from splitc.cli.progress import Step
 from splitc.codegen.build_folder import WEIGHTS
-from splitc.compiled import CompiledProgram, Settings, inserts_norm, specialise
+from splitc.compiled import CompiledProgram, Settings, inserts_norm, specialise, with_norms
 from splitc.cost_models.calibration.rank_timer import Progress
 from splitc.cost_models.clusters.files import THIS_MACHINE
 from splitc.cost_models.clusters.named import load_cluster

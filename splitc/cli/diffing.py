@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from splitc import units
 from splitc.cli.plan_file import read_plan_file
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import Plan
-from splitc.report.figures import roles_of
 from splitc.report.text import rank_list, runs, wrap
 
 
@@ -56,8 +56,13 @@ def decided(before: Plan, after: Plan) -> Iterator[Difference]:
         if key == "placements" or a.get(key) == b.get(key):
             continue
         text = _TEXTS.get(key)
-        parts = (text(plan) if text else str(plan.decision.get(key, "")) for plan in (before, after))
+        parts = (text(plan) if text else _value(plan.decision.get(key, "")) for plan in (before, after))
         yield Difference(key.replace("_", " "), *parts)
+
+
+def _value(value: Any) -> str:
+    """Any other part of a plan; a list is of ranks."""
+    return (rank_list(value) if value else "") if isinstance(value, tuple) else str(value)
 
 
 def _examples(plan: Plan) -> str:
@@ -67,10 +72,9 @@ def _examples(plan: Plan) -> str:
 
 
 _TEXTS: Mapping[str, Callable[[Plan], str]] = {
-    "roles": lambda plan: ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in roles_of(plan).items()),
+    "roles": lambda plan: ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in plan.all_roles.items()),
     "examples": _examples,
     "groups": lambda plan: ", ".join(f"{role} in groups of {group.size}" for role, group in plan.groups.items()),
-    "servers": lambda plan: rank_list(plan.servers) if plan.servers else "",
 }
 """How parts of a plan are written that are no plain values."""
 
@@ -90,7 +94,8 @@ def _placed(place: LayerPlacement | None) -> str:
     """`fc`, `all late_multiply`, `fc 1/4 by columns`; "" for a layer that a plan does not have."""
     if place is None:
         return ""
-    held = {"sharded": f"1/{place.group} by {place.split}", "subnet": "subnet"}.get(place.holding, "")
+    held = f"1/{place.group} by {place.split}" if place.holding == "sharded" else place.holding
+    held = held.removeprefix("replicated")
     states = (f"{part} {state}" for part, state in (("state", place.state), ("arrives", place.arrives)) if state)
     return " ".join(filter(None, (place.role, held, place.sync.replace("none", ""), *states)))
 

@@ -68,11 +68,11 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
 
 
 def _can_measure(folder: Path, plan: Plan, steps: int | None) -> None:
-    least = WARM_UP + (plan.rounds.steps if plan.rounds else 1)
+    least = WARM_UP + plan.period
     if steps is not None and steps < least:
         raise LaunchError(
             f"--steps {steps}: --measure leaves out the first {WARM_UP} steps"
-            f"{' and takes whole rounds' * bool(plan.rounds)}; give {least} or more"
+            f"{f' and takes whole {plan.cycle}s' * plan.trains_in_units}; give {least} or more"
         )
     runtime = folder / "splitc" / "runtime"
     if runtime.is_dir() and not (runtime / "transport" / "recorder.py").is_file():
@@ -87,8 +87,7 @@ def _run(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence
 
     with tempfile.TemporaryDirectory(prefix="splitc-") as temporary:
         found = Path(temporary) / "measured.json"
-        of_round = plan.rounds.steps if plan.rounds else 1
-        steps = args.steps or max(STEPS, WARM_UP + 2 * of_round)
+        steps = args.steps or max(STEPS, WARM_UP + 2 * plan.period)
         command = [str(folder / "launch.py"), *arguments, "--measure", str(found)]
         command += ["--steps", str(steps)] if steps != (args.steps or STEPS) else []
         with Step(f"measuring {steps} steps on {plan.world} ranks", quiet=not args.json):
@@ -96,7 +95,7 @@ def _run(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence
         if done.returncode:
             print(done.stderr or "", end="", file=sys.stderr)
             return None
-        return read_measurement(found, of_round)
+        return read_measurement(found, plan.period)
 
 
 def _write_trace(path: Path, plan: Plan, measured: Measurement) -> None:

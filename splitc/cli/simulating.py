@@ -92,8 +92,7 @@ def _write_trace(path: str, program: Program, cluster: Cluster, settings: Settin
     roles = {rank: " and ".join(plan.roles_of(rank)) for rank in range(plan.world)}
     trace = chrome_trace(simulate_timeline(placed, cluster, record=True).spans, roles, "predicted")
     write_file("--trace", Path(path), json.dumps(trace))
-    what = "rounds" if plan.rounds else "steps"
-    print(f"wrote {path}: three predicted {what}; open it in https://ui.perfetto.dev")
+    print(f"wrote {path}: three predicted {plan.cycle}s; open it in https://ui.perfetto.dev")
 
 
 def _head(program: Program, cluster: Cluster, args: argparse.Namespace) -> str:

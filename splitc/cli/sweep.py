@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster
-from splitc.ir.plan import SERVER, Plan
+from splitc.ir.plan import Plan
 from splitc.ir.program import PlacedProgram, Program
 from splitc.passes.place import Place
 from splitc.passes.planner.strategy import parse_strategy
@@ -78,7 +78,6 @@ def simulated(program: PlacedProgram, cluster: Cluster, cell: Cell) -> Cell:
 
 def sizes_text(plan: Plan) -> str:
     """How many ranks each role has, where there are several: `9 + 1`."""
-    sizes = [len(ranks) for roles, ranks in plan.ranks_by_roles.items() if roles != (SERVER,)]
-    if plan.servers and (SERVER,) in plan.ranks_by_roles:
-        sizes.append(len(plan.servers))
+    by_roles = plan.ranks_by_roles.items()
+    sizes = [len(ranks if roles[0] in plan.roles else plan.all_roles[roles[0]]) for roles, ranks in by_roles]
     return " + ".join(map(str, sizes)) if len(sizes) > 1 else ""

@@ -9,8 +9,9 @@ plan.json            the plan; `splitc.ir.plan.Plan.from_json` reads it
 
 from __future__ import annotations
 
+from splitc.codegen.features import features
 from splitc.codegen.layout import docstring
-from splitc.codegen.rank_file import idle_rank_file, rank_file, served_file
+from splitc.codegen.rank_file import idle_rank_file, rank_file
 from splitc.codegen.rank_spec import IDLE
 from splitc.codegen.role_file import role_file
 from splitc.codegen.step import zero_text
@@ -22,8 +23,8 @@ def generate(program: LoweredProgram) -> dict[str, str]:
     """File name -> text of everything but the weights."""
     plan = program.plan
     files = {f"{rank_program.name}.py": role_file(program, rank_program) for rank_program in program.rank_programs}
-    if plan.servers:
-        files["served.py"] = served_file(program)
+    for feature in features():
+        files |= feature.files(program)
     for rank in range(plan.world):
         files[f"rank{rank}.py"] = rank_file(program, rank) if plan.duties(rank) else idle_rank_file(program, rank)
     if not all(map(plan.duties, range(plan.world))):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx, nn
 
+from splitc.codegen.features import features
 from splitc.ir.constructors import construction, literal
 from splitc.ir.graph import info
 from splitc.ir.layers import StateTensor
@@ -39,7 +40,9 @@ class ModuleTree:
             self._modules[path] = call
         whole = set(names_in(program.root, "")) if "" in self._regions else set[str]()
         self._whole = whole.union(*(h.names for h in self._held if not whole.isdisjoint((h.name, *h.names))))
-        how = {name: "dealt" if name in stage.dealt else "sharded" for stage in stages for name in stage.shards}
+        own = [(feature.held_as, stage, name) for stage in stages for name in stage.shards for feature in features()]
+        how = {name: "sharded" for stage in stages for name in stage.shards}
+        how |= {name: word for held_as, stage, name in own if (word := held_as(stage, name))}
         divided = {name.rpartition(".")[0]: word for name, word in how.items()}
         self._notes = {path: f"  # {divided[path]}, see rankN.py" for path in self._modules if path in divided}
         self._tensors = {

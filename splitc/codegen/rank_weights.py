@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
+from splitc.codegen.features import features
 from splitc.codegen.rank_spec import rank_spec
 from splitc.ir.program import LoweredProgram, Program
 from splitc.runtime.weights import part_of
@@ -17,8 +18,7 @@ def rank_weights(program: LoweredProgram, weights: Mapping[str, Tensor]) -> Iter
     for rank in range(program.plan.world):
         stages = [stage for stage in program.stages if rank in program.plan.roles[stage.role]]
         held = _names(program, (name for stage in stages for name in stage.tensors))
-        if rank in program.plan.servers:
-            held |= _names(program, (name for stage in program.stages for bucket in stage.served for name in bucket))
+        held |= _names(program, (name for feature in features() for name in feature.held(program, rank)))
         shards = {name: shard for role in rank_spec(program, rank).roles for name, shard in role.shards.items()}
         kept = {name: tensor for name, tensor in weights.items() if name in held or (rank == 0 and name not in used)}
         yield {name: part_of(tensor, shards.get(name)).cpu() for name, tensor in kept.items()}

@@ -4,45 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from torch import fx
-
 from splitc import units
 from splitc.codegen.cut_lines import common_batch, in_state
+from splitc.codegen.features import constant_imports, features
 from splitc.codegen.layout import docstring
 from splitc.codegen.rank_spec import trained_every_microbatch
 from splitc.codegen.stage import module_imports, shape_text, stage_class
-from splitc.codegen.stage_names import constant
+from splitc.codegen.stage_names import bucket_table, constant
 from splitc.codegen.step_functions import step_functions
 from splitc.ir.constructors import literal
-from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage
 from splitc.ir.regions import regions
 from splitc.ir.roles import ranks_text
 from splitc.ir.schedule.actions import RankProgram
-from splitc.ir.wire import bucket_nbytes, numel_on
+from splitc.ir.wire import numel_on
 from splitc.runtime.collectives.layouts import Move
 
 
 def role_file(program: LoweredProgram, rank_program: RankProgram) -> str:
     """The module of the ranks that have the same roles."""
     plan = program.plan
-    stages = [program.stage(role) for role in rank_program.roles if role != SERVER]
+    stages = program.stages_of(rank_program)
+    held = stages or [own for each in features() if (own := each.stage(program, rank_program)) is not None]
     peaks = {stage.role: {plan.peak_batch(stage.role, rank) for rank in rank_program.ranks} for stage in stages}
     batches = {role: min(found) if len(found) == 1 else None for role, found in peaks.items()}
-    body = [f'PLAN = "{plan.hash}"', "", "", *stage_class(program, stages or [_server_stage(program)], batches), "", ""]
+    body = [f'PLAN = "{plan.hash}"', "", "", *stage_class(program, held, batches), "", ""]
     for lines in _constants(program, rank_program, stages):
         body += [*lines, "", ""]
     body += step_functions(program, rank_program)
-    served = ["", "from served import SERVED"] if any("SERVED" in line for line in body) else []
-    return "\n".join([*_header(program, rank_program, stages), "", *module_imports(body), *served, "", *body, ""])
-
-
-def _server_stage(program: LoweredProgram) -> Stage:
-    """A stage that holds the parameters of all workers' layers that servers serve, and computes nothing."""
-    graph = fx.Graph()
-    graph.output(None)
-    served = {name for stage in program.stages for bucket in stage.served for name in bucket}
-    return Stage(SERVER, graph, (), (), (), (), tuple(name for name in program.tensors if name in served))
+    constants = [line for each in constant_imports(body) for line in ("", each)]
+    return "\n".join([*_header(program, rank_program, stages), "", *module_imports(body), *constants, "", *body, ""])
 
 
 def _header(program: PlacedProgram, rank_program: RankProgram, stages: list[Stage]) -> list[str]:
@@ -112,38 +103,14 @@ def _constants(program: LoweredProgram, rank_program: RankProgram, stages: list[
     for stage in (stage for stage in stages if stage.buckets):
         name = constant("BUCKETS", rank_program, stage)
         head = f"{name} = (  # gradients all-reduced together, in the order of backward"
-        yield _in_buckets(program, stage, stage.buckets, head)
+        yield bucket_table(program, stage, stage.buckets, head)
     for stage in stages:
-        if stage.dealt:
-            yield _dealt(rank_program, stage)
-        if stage.averaged:
-            name = constant("AVERAGED", rank_program, stage)
-            head = f"{name} = (  # averaged together over the units in a round"
-            yield _in_buckets(program, stage, stage.averaged, head)
+        for feature in features():
+            yield from feature.tables(program, rank_program, stage)
     if any(action.verb == "all_reduce_tied" for action in rank_program.actions):
         yield _tied(program, rank_program)
     if every := {stage.role: names for stage in stages if (names := trained_every_microbatch(program, stage))}:
         yield _every_microbatch(every)
-
-
-def _dealt(rank_program: RankProgram, stage: Stage) -> list[str]:
-    name = constant("DEALT", rank_program, stage)
-    lines = [f"{name} = {{  # tensor -> dim -> the neurons along it, dealt in each round"]
-    for name, dims in stage.dealt.items():
-        runs = {
-            dim: " ".join(f"Neurons({literal(run.layer)}, {run.width})," for run in own) for dim, own in dims.items()
-        }
-        lines.append(f"    {literal(name)}: {{{', '.join(f'{dim}: ({text})' for dim, text in runs.items())}}},")
-    return [*lines, "}"]
-
-
-def _in_buckets(program: PlacedProgram, stage: Stage, buckets: Sequence[Sequence[str]], first_line: str) -> list[str]:
-    lines = [first_line]
-    for bucket in buckets:
-        lines.append(f"    (  # {units.nbytes(bucket_nbytes(program, stage, bucket))}")
-        lines += [f"        {literal(name)}," for name in bucket]
-        lines.append("    ),")
-    return [*lines, ")"]
 
 
 def _tied(program: PlacedProgram, rank_program: RankProgram) -> list[str]:

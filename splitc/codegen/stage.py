@@ -137,9 +137,9 @@ class _PartWriter:
         return [*lines, (f"{name}{text}", self._note(node))]
 
     def _pull(self, node: fx.Node) -> _Layer:
-        """Waiting for a bucket of parameters."""
+        """Waiting for a bucket of parameters, whose gradients are pushed."""
         k: Any = node.kwargs["bucket"]
-        size = sum(self._program.tensors[name].nbytes for name in self._stage.served[k])
+        size = sum(self._program.tensors[name].nbytes for name in self._stage.buckets_of("push")[k])
         return f"comm.pull({k})", (f"{units.nbytes(size)} of parameters", "")
 
     def _assignment(self, node: fx.Node) -> list[_Layer]:

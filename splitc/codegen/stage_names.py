@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import keyword
+from collections.abc import Sequence
 
 from torch import fx
 
+from splitc import units
 from splitc.ir import comm_ops
+from splitc.ir.constructors import literal
 from splitc.ir.graph import cut_of, is_entry
 from splitc.ir.names import RESERVED
-from splitc.ir.program import LoweredProgram, Program, Stage
+from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage
 from splitc.ir.schedule.actions import RankProgram
 from splitc.ir.stage_parts import Part
+from splitc.ir.wire import bucket_nbytes
 
 
 def receiving(outputs: LoweredProgram) -> list[str]:
@@ -32,6 +36,22 @@ def method_name(program: Program, stage: Stage, alone: bool, part: Part = Part.F
 def constant(name: str, rank_program: RankProgram, stage: Stage) -> str:
     """A constant of a stage, `BUCKETS`, or `CONV_BUCKETS` beside those of another stage."""
     return name if len(rank_program.roles) == 1 else f"{stage.role.upper()}_{name}"
+
+
+def buckets_text(program: PlacedProgram, stage: Stage, buckets: Sequence[Sequence[str]]) -> str:
+    """`12.3 MB in 2 buckets`."""
+    total = units.nbytes(sum(bucket_nbytes(program, stage, bucket) for bucket in buckets))
+    return f"{total} in {len(buckets)} bucket{'s' if len(buckets) > 1 else ''}"
+
+
+def bucket_table(program: PlacedProgram, stage: Stage, buckets: Sequence[Sequence[str]], first_line: str) -> list[str]:
+    """The lines of a table of buckets."""
+    lines = [first_line]
+    for bucket in buckets:
+        lines.append(f"    (  # {units.nbytes(bucket_nbytes(program, stage, bucket))}")
+        lines += [f"        {literal(name)}," for name in bucket]
+        lines.append("    ),")
+    return [*lines, ")"]
 
 
 def variables(graph: fx.Graph) -> dict[fx.Node, str]:

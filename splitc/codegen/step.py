@@ -7,23 +7,19 @@ from itertools import pairwise
 
 import torch
 
-from splitc import units
 from splitc.codegen.cut_lines import Comm, CutLines
 from splitc.codegen.emit import Emitter
+from splitc.codegen.features import features
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.microbatches import microbatched
-from splitc.codegen.stage_names import constant, method_name, receiving, variables
+from splitc.codegen.stage_names import buckets_text, constant, method_name, receiving, variables
 from splitc.ir import comm_ops
 from splitc.ir.graph import cut_of, info, tensor_spec
-from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
 from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.ir.schedule.loop_nest import loop_nest
-from splitc.ir.schedule.verbs import When
 from splitc.ir.stage_parts import Part, arriving, is_idle, parts_of, returned_cuts, values_sent, weighed
-from splitc.ir.wire import bucket_nbytes
 from splitc.runtime.collectives.layouts import State
-from splitc.runtime.spec import Rounds
 
 
 class StepWriter:
@@ -40,12 +36,13 @@ class StepWriter:
         trains: bool = True,
         trained: RankProgram | None = None,
     ) -> None:
-        self._program, self._plan, self._rank_program = program, program.plan, rank_program
+        self.program, self._plan, self.rank_program = program, program.plan, rank_program
         self._training = trains
-        roles = [role for role in (trained or rank_program).roles if role != SERVER]
+        roles = [role for role in (trained or rank_program).roles if role in self._plan.roles]
         self._alone = len(roles) == 1
-        comms = [*(roles or [SERVER]), *(set(rank_program.roles) & set(receiving(program)) if trained else ())]
-        self.stages = [program.stage(role) for role in rank_program.roles if role != SERVER]
+        readers = set(rank_program.roles) & set(receiving(program)) if trained else ()
+        comms = [*(roles or rank_program.roles), *readers]
+        self.stages = program.stages_of(rank_program)
         self._microbatched = {stage.role for stage in self.stages if self._training and program.turns(stage) > 1}
         self._first_tied = next((a.value for a in rank_program.actions if a.verb == "all_reduce_tied"), "")
         self._cuts = CutLines(program, rank_program, self._training, self._microbatched, comms)
@@ -55,38 +52,25 @@ class StepWriter:
 
     def function(self, name: str, doc: str) -> list[str]:
         """A whole function."""
-        actions = [a for a in self._rank_program.actions if not a.row.in_round]
+        actions = [a for a in self.rank_program.actions if not a.row.in_round]
         if not self._training:
-            actions = list(self._rank_program.whole)
+            actions = list(self.rank_program.whole)
         if name == "predict":
             actions = [a for a in actions if a.verb != "sum_loss"]
         alone = "sum(losses)" if self._microbatched else "loss.detach()"
         loss = alone if self._plan.world == 1 else "total.wait()"
         result = self._returned() if name == "predict" else loss
         body = [*self._body(actions), (f"return {result}", "")]
-        return self._function(name, self._inputs(), doc, body)
+        return self.function_of(name, self._inputs(), doc, body)
 
-    def _function(self, name: str, inputs: Sequence[str], doc: str, body: Sequence[Line]) -> list[str]:
+    def function_of(self, name: str, inputs: Sequence[str], doc: str, body: Sequence[Line]) -> list[str]:
         """The lines of a function that takes `inputs` after communicators and stage."""
         arguments = ", ".join([*map(self._cuts.comm, self._cuts.comms), "stage", *inputs])
         return [*wrapped(f"def {name}({arguments}):", 120), f'    """{doc}"""', *aligned(body, "    ")]
 
-    def round_function(self, name: str, doc: str, when: When) -> list[str]:
-        """A function of what is done before or after a round."""
-        body = [line for a in self._rank_program.actions if a.row.when is when for line in self._lines(a)]
-        return self._function(name, [], doc, body)
-
-    def after_update(self, rounds: Rounds) -> list[str]:
-        """The function of fragments that take turns."""
-        travels = f"; it arrives {rounds.delay} update{'s' * (rounds.delay > 1)} later" if rounds.delay else ""
-        body: list[Line] = []
-        for update in sorted({a.update for a in self._rank_program.actions if a.update}):
-            body.append((f"if update == {update}:", ""))
-            for action in (a for a in self._rank_program.actions if a.update == update):
-                lines = self._exchange(action, self._cuts.comm(action.role), not rounds.delay)
-                body += [(f"    {text}", note) for text, note in lines]
-        doc = f"After an update, from 1 to {rounds.steps}, of a round: a fragment has its turn{travels}."
-        return self._function("after_update", ["update"], doc, body)
+    def comm(self, role: str) -> str:
+        """The variable of a role's communicator."""
+        return self._cuts.comm(role)
 
     def _inputs(self) -> list[str]:
         """The inputs of the program that any of the stages reads or passes on."""
@@ -95,33 +79,28 @@ class StepWriter:
 
     def _body(self, actions: Sequence[Action]) -> list[Line]:
         if not self._microbatched:
-            return [line for action in actions for line in self._lines(action)]
-        number = max(self._program.turns(stage) for stage in self.stages)
+            return [line for action in actions for line in self.lines(action)]
+        number = max(self.program.turns(stage) for stage in self.stages)
         cuts = self._cuts
         nest = loop_nest(actions, number, cuts.repeats, cuts.enters_early)
         self._waits |= any(stage.has_loss and stage.role in nest.apart for stage in self.stages)
-        return microbatched(nest, self._lines, cuts.comm, cuts.tables)
+        return microbatched(nest, self.lines, cuts.comm, cuts.tables)
 
-    def _lines(self, action: Action) -> list[Line]:
+    def lines(self, action: Action) -> list[Line]:
         """The lines of one action."""
         comm, row = self._cuts.part(action), action.row
         if row.line:
-            stage = [stage for stage in self.stages if stage.role == action.role]
-            dealt = constant("DEALT", self._rank_program, stage[0]) if stage else ""
-            return [(f"{comm}.{row.line.format(DEALT=dealt)}", row.note)]
+            return [(f"{comm}.{row.line}", row.note)]
         if row.moves_cut:
-            return [self._cuts.line(self._program.stage(action.role), action)]
-        return _LINES[action.verb](self, action, comm) if action.verb in _LINES else []  # a line of another one
+            return [self._cuts.line(self.program.stage(action.role), action)]
+        if action.verb in _LINES:
+            return _LINES[action.verb](self, action, comm)
+        own = (lines for each in features() if (lines := each.lines(self, action, str(comm))) is not None)
+        return next(own, [])  # a line of another one
 
     def _tied(self, action: Action, comm: Comm) -> list[Line]:
         line = f"{comm}.all_reduce_tied(stage, TIED)", "over all roles that use them"
         return [line] if action.value == self._first_tied else []
-
-    def _pull(self, action: Action, comm: Comm) -> list[Line]:
-        served = _served(self._program.stage(action.role))
-        if self._plan.overlap:
-            return [(f"{comm}.start_pulls(stage, {served})", "parameters begin to arrive")]
-        return [(f"{comm}.pull_all(stage, {served})", "parameters arrive")]
 
     def _returned(self) -> str:
         """What the model returns, of the values that came to this rank; None where it reads no data."""
@@ -135,7 +114,7 @@ class StepWriter:
         return "None"
 
     def _weigh(self, action: Action, comm: Comm) -> list[Line]:
-        return self._weights(self._program.stage(action.role), comm, whole=True)
+        return self._weights(self.program.stage(action.role), comm, whole=True)
 
     def _weights(self, stage: Stage, comm: Comm, whole: bool = False) -> list[Line]:
         """What the loss divides by: of the whole batch before microbatches, or on its way while the forward runs."""
@@ -151,7 +130,7 @@ class StepWriter:
 
     def _call(self, stage: Stage, part: Part, comm: Comm, given: Sequence[str]) -> str:
         """The call of a method of a stage."""
-        method = method_name(self._program, stage, self._alone, part)
+        method = method_name(self.program, stage, self._alone, part)
         return f"stage{f'.{method}' * (method != 'forward')}({', '.join([str(comm), *given])})"
 
     def _given(self, stage: Stage, part: Part, comm: Comm) -> list[str]:
@@ -166,8 +145,8 @@ class StepWriter:
         return [*found, *(names[node] for node in weighed(stage, part) if part is not Part.WEIGH)]
 
     def _forward(self, action: Action, comm: Comm) -> list[Line]:
-        stage = self._program.stage(action.role)
-        if self._program.loss.target is comm_ops.returned and (stage.has_loss or is_idle(stage)):
+        stage = self.program.stage(action.role)
+        if self.program.loss.target is comm_ops.returned and (stage.has_loss or is_idle(stage)):
             return []
         lines = [line for cut in stage.receives for line in self._cuts.entry(cut, comm)]
         returned = [self._cuts.returned(cut) for cut in returned_cuts(stage)]
@@ -176,9 +155,9 @@ class StepWriter:
         inside = [*self._weights(stage, comm), *self._run(stage, comm, returned)]
         adds = stage.has_loss and stage.role in self._microbatched
         lost = [(self._cuts.appended("losses", f"{returned[-1]}.detach()"), "")] if adds else []
-        if self._program.autocast is None:
+        if self.program.autocast is None:
             return [*lines, *inside, *lost]
-        around = (f"with {comm}.autocast({self._program.autocast}):", "")
+        around = (f"with {comm}.autocast({self.program.autocast}):", "")
         return [*lines, around, *((f"    {text}", note) for text, note in inside), *lost]
 
     def _run(self, stage: Stage, comm: Comm, results: Sequence[str]) -> list[Line]:
@@ -194,43 +173,20 @@ class StepWriter:
             )
         return [(f"{', '.join(results)} = {call}" if results else call, "")]
 
-    def _exchange(self, action: Action, comm: Comm | str, waits: bool = True) -> list[Line]:
-        """What a role keeps or averages in a round: a line for all buckets of a fragment.  waits: at once."""
-        stage, rounds = self._program.stage(action.role), self._plan.rounds
-        name, bucket = constant("AVERAGED", self._rank_program, stage), action.bucket or 0
-        assert rounds is not None, action
-        if action.verb == "keep":
-            options = f"lr={rounds.outer_lr}, momentum={rounds.outer_momentum}, nesterov={rounds.nesterov}"
-            return [(f"{comm}.keep(stage, {name}, {options})", "SGD of the averaged change")]
-        fragment = stage.fragments[bucket]
-        first = stage.fragments.index(fragment)
-        end = first + stage.fragments.count(fragment)
-        if bucket != first:
-            return []
-        if action.verb == "arrive":
-            return [(f"{comm}.arrive({fragment})", f"mixed with {rounds.mixing:g} of this rank's own")]
-        given = f"{name}[{first}:{end}], {fragment}" if rounds.fragments > 1 else name
-        note = f"{self._buckets(stage, stage.averaged[first:end])}, over all units"
-        note += ", through the first one" if rounds.through == "server" else ""
-        if self._plan.deals:
-            note, given = f"{note}, with the optimizer's state", f"{given}, optimizer=True"
-        if waits:
-            return [(f"{comm}.average(stage, {given})", note)]
-        return [(f"{comm}.start_average(stage, {given}, mixing={rounds.mixing})", note)]
-
     def _sum_loss(self, action: Action, comm: Comm) -> list[Line]:
         if self._plan.world == 1:
             return []
         stage = next((stage for stage in self.stages if stage.has_loss), None)
         if stage is None:
-            return [(f"total = {comm}.sum_loss({zero_text(self._program)})", "the loss is computed on other ranks")]
+            return [(f"total = {comm}.sum_loss({zero_text(self.program)})", "the loss is computed on other ranks")]
         loss = "sum(losses)" if stage.role in self._microbatched else "loss"
-        note = "a unit's loss, at a round's end of all" if self._plan.rounds and self._training else "the global loss"
-        own = ", own=True" if info(self._program.loss).state is State.BATCH else ""
+        apart = self._plan.trains_in_units and self._training
+        note = f"a unit's loss, at a {self._plan.cycle}'s end of all" if apart else "the global loss"
+        own = ", own=True" if info(self.program.loss).state is State.BATCH else ""
         return [(f"total = {comm}.sum_loss({loss}{own})", note)]
 
     def _backward(self, action: Action, comm: Comm) -> list[Line]:
-        stage = self._program.stage(action.role)
+        stage = self.program.stage(action.role)
         outputs = [
             (self._cuts.kept(cut.name, last=True), self._cuts.output_gradient(cut))
             for cut in returned_cuts(stage)
@@ -238,7 +194,7 @@ class StepWriter:
         ]
         if stage.has_loss:
             loss = self._cuts.kept("loss", last=True) if self._waits else "loss"
-            outputs.append((f"{comm}.scaled({loss})" if self._program.autocast == torch.float16 else loss, ""))
+            outputs.append((f"{comm}.scaled({loss})" if self.program.autocast == torch.float16 else loss, ""))
         if len(outputs) == 1:
             ((value, gradient),) = outputs
             call = f"{value}.backward({gradient})"
@@ -246,20 +202,18 @@ class StepWriter:
             values, gradients = (", ".join(pair[k] or "None" for pair in outputs) for k in (0, 1))
             call = f"torch.autograd.backward(({values}), ({gradients}))"
         inside: list[Line] = [(call, "")]
-        if any(action.verb == "multiply" and action.role == stage.role for action in self._rank_program.actions):
+        if any(action.verb == "multiply" and action.role == stage.role for action in self.rank_program.actions):
             inside.append((f"{comm}.multiply()", "late-multiplied gradients, W' = E^T X"))
         around: list[Line] = []
         after: list[Line] = []
         if stage.buckets:
             once = stage.role in self._microbatched and self._plan.grouping(stage.role).updates == "once"
             when = "in the last microbatch" if once else "during backward"
-            note = f"{self._buckets(stage, stage.buckets)}, {when}"
-            around.append((f"{comm}.all_reduce(stage, {constant('BUCKETS', self._rank_program, stage)})", note))
-        if stage.served and self._plan.overlap:
-            note = f"{self._buckets(stage, stage.served)}, during backward"
-            around.append((f"{comm}.push(stage, {_served(stage)})", note))
-        elif stage.served:
-            after.append((f"{comm}.push_all(stage, {_served(stage)})", self._buckets(stage, stage.served)))
+            note = f"{buckets_text(self.program, stage, stage.buckets)}, {when}"
+            around.append((f"{comm}.all_reduce(stage, {constant('BUCKETS', self.rank_program, stage)})", note))
+        for feature in features():
+            own, behind = feature.around_backward(self.program, stage, str(comm))
+            around, after = around + own, after + behind
         if not around:
             return [*inside, *after]
         managers, notes = zip(*around, strict=True)
@@ -269,10 +223,6 @@ class StepWriter:
             *after,
         ]
 
-    def _buckets(self, stage: Stage, buckets: Sequence[Sequence[str]]) -> str:
-        total = units.nbytes(sum(bucket_nbytes(self._program, stage, bucket) for bucket in buckets))
-        return f"{total} in {len(buckets)} bucket{'s' if len(buckets) > 1 else ''}"
-
 
 _LINES = {
     "sum_loss": StepWriter._sum_loss,
@@ -280,15 +230,8 @@ _LINES = {
     "weigh": StepWriter._weigh,
     "forward": StepWriter._forward,
     "backward": StepWriter._backward,
-    "pull": StepWriter._pull,
-    "keep": StepWriter._exchange,
-    "average": StepWriter._exchange,
 }
 """The lines of verbs that need more than a template; others are part of the backward, or wait in an average."""
-
-
-def _served(stage: Stage) -> str:
-    return f'SERVED["{stage.role}"]'
 
 
 def zero_text(program: LoweredProgram) -> str:

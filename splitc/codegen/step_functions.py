@@ -1,33 +1,23 @@
-"""Write `step`, `evaluate` and `predict` of the ranks of one rank program, and what begins and ends their rounds."""
+"""Write `step`, `evaluate` and `predict` of the ranks of one rank program, and the functions of its features."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from splitc.codegen.features import features
 from splitc.codegen.step import StepWriter
 from splitc.ir.program import LoweredProgram, Refusal, Stage
 from splitc.ir.schedule.actions import RankProgram
-from splitc.ir.schedule.verbs import When
 
 
 def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
     """The lines of all functions."""
     train = StepWriter(program, rank_program)
-    if not train.stages:
-        step = "Send parameters to the workers and leave the sum of their gradients in `.grad`."
-        loss = "Send parameters to the workers, which compute the loss of one batch."
-    else:
-        step = f"Forward and backward of one batch; the gradients {_where(train.stages)}."
-        loss = "The loss of one batch, forward only."
+    step = f"Forward and backward of one batch; the gradients {_where(train.stages)}." if train.stages else _doc("step")
+    loss = "The loss of one batch, forward only." if train.stages else _doc("evaluate")
     lines = train.function("step", step)
-    if program.plan.rounds:
-        lines += ["", "", *train.round_function("begin_round", "Before the first step of a round.", When.BEFORE_ROUND)]
-        lines += ["", "", *train.after_update(program.plan.rounds)] if program.plan.rounds.in_turns else []
-        lines += [
-            "",
-            "",
-            *train.round_function("end_round", "At the end of a round, and of training.", When.AFTER_ROUND),
-        ]
+    for own in (own for feature in features() for own in feature.further(train)):
+        lines += ["", "", *own]
     return [*lines, "", "", *_evaluate(program, rank_program, loss), "", "", *_predict(program, rank_program)]
 
 
@@ -49,13 +39,17 @@ def _predict(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
     elif writer.stages:
         doc = "This rank's part of the model's output, which the readers receive."
     else:
-        doc = "Send parameters to the workers, which compute the model's output."
+        doc = _doc("predict")
     return writer.function("predict", doc)
 
 
 def _where(stages: Sequence[Stage]) -> str:
     """Where a step leaves the gradients."""
     summed = ", summed" if any(stage.buckets for stage in stages) else ""
-    if any(stage.served for stage in stages):
-        return f"are left in `.grad`{summed}, or go to the servers" if summed else "go to the servers"
-    return f"are left in `.grad`{summed}"
+    own = [where for feature in features() if (where := feature.where(stages))]
+    return ", or ".join([f"are left in `.grad`{summed}"] * (bool(summed) or not own) + own)
+
+
+def _doc(function: str) -> str:
+    """What a function of ranks without stages does."""
+    return next((feature.docs[function] for feature in features() if function in feature.docs), "")

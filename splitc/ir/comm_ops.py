@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from splitc.ir.program import Spec, TensorSpec
-from splitc.ir.schedule.verbs import Among
+from splitc.ir.schedule.verb import Among
 from splitc.ir.transitions import TRANSITIONS, Collective, forward_collective
 from splitc.runtime.seeded.draws import Layout
 from splitc.runtime.seeded.mode import running
@@ -228,6 +228,9 @@ NODES: dict[Callable[..., Any], CommOp] = {
     all_reduce: CommOp(_SUM, Among.REPLICAS, in_stage=False),
 }
 """The operations that are nodes of a graph, by their function."""
+
+FUNCTIONS = {function.__name__: function for function in NODES}
+"""Name of a node -> its function."""
 
 DRAWS = tuple(function for function, op in NODES.items() if op.draws)
 """The operations that draw random numbers."""

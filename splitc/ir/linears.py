@@ -11,8 +11,18 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from splitc.ir.graph import arguments_of, called_module, info, put_in_place, set_info, tensor_spec
+from splitc.ir.graph import (
+    arguments_of,
+    called_module,
+    info,
+    put_in_place,
+    set_info,
+    shape_of,
+    tensor_spec,
+    tensors_of_node,
+)
 from splitc.ir.layers import Layer
 from splitc.ir.program import Program, TensorSpec
 
@@ -114,3 +124,32 @@ def call_as_function(program: Program, graph: fx.Graph, node: fx.Node) -> fx.Nod
     set_info(new, info(node))
     put_in_place(graph, node, new)
     return new
+
+
+def embedding_weight(program: Program, node: fx.Node) -> str | None:
+    """The parameter of a node that looks up rows of an embedding; None for any other node."""
+    if isinstance(called_module(program.root, node), nn.Embedding | nn.EmbeddingBag):
+        return f"{node.target}.weight"
+    if node.target not in (F.embedding, F.embedding_bag):
+        return None
+    weight = arguments_of(node, "input", "weight")["weight"]
+    return str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
+
+
+def divisible_layers(program: Program) -> frozenset[str]:
+    """The layers whose parameters only linear layers, embeddings and normalisations of (N, D) over examples read."""
+    others = {
+        name
+        for node in program.graph.nodes
+        if node.op.startswith("call")
+        and not (as_linear(program, node) or embedding_weight(program, node))
+        and not (is_batch_norm(program, node) and len(shape_of(node)) == 2)
+        for name in tensors_of_node(program, node)
+    }
+    own = {layer.name: {n for n in layer.tensors if program.tensors[n].parameter} for layer in program.layers}
+    return frozenset(layer for layer, names in own.items() if names and names.isdisjoint(others))
+
+
+def is_batch_norm(program: Program, node: fx.Node) -> bool:
+    """Whether a node is a module that normalises over examples."""
+    return isinstance(called_module(program.root, node), _BatchNorm)

@@ -132,6 +132,11 @@ class Plan:
         """The roles that `rank` is in, in the order of the plan; none for a rank without work, or a mere server."""
         return tuple(role for role, positions in self._positions.items() if rank in positions)
 
+    @property
+    def all_roles(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of every role, that of servers included."""
+        return {**self.roles, **({SERVER: self.servers} if self.servers else {})}
+
     def duties(self, rank: int) -> tuple[str, ...]:
         """The roles of `rank`, that of a server included; none for a rank without work."""
         return self.roles_of(rank) + (SERVER,) * (rank in self.servers)
@@ -149,6 +154,21 @@ class Plan:
         """The examples of the global batch that `rank` works on in `role`: first, one past the last."""
         k = self._positions[role][rank]
         return self.batch_offsets[role][k], self.batch_offsets[role][k + 1]
+
+    @property
+    def trains_in_units(self) -> bool:
+        """Whether units of ranks train by themselves for some updates."""
+        return self.rounds is not None
+
+    @property
+    def cycle(self) -> str:
+        """What is repeated, a step or a round."""
+        return "round" if self.rounds else "step"
+
+    @property
+    def period(self) -> int:
+        """The updates after which units agree again, of a round; 1 where they always do."""
+        return self.rounds.steps if self.rounds else 1
 
     @cached_property
     def _positions(self) -> dict[str, dict[int, int]]:
@@ -279,7 +299,7 @@ class Plan:
         found: dict[tuple[str, ...], list[int]] = {}
         for rank in range(self.world):
             found.setdefault(self.duties(rank), []).append(rank)
-        order = [*self.roles, SERVER]
+        order = list(self.all_roles)
         by_role = sorted(found.keys() - {()}, key=lambda roles: [order.index(role) for role in roles])
         return {roles: tuple(found[roles]) for roles in by_role}
 

@@ -8,12 +8,11 @@ from dataclasses import astuple
 from itertools import pairwise
 from typing import Any
 
+from splitc.ir.features import features
 from splitc.ir.names import is_role, near_name
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import Plan
 from splitc.ir.roles import ROLES
-from splitc.ir.rounds import rounds_problems
-from splitc.runtime.spec import Rounds
 
 _MOST_EXAMPLES = 2**40
 
@@ -25,7 +24,8 @@ def plan_problems(data: dict[str, Any]) -> list[str]:
     """
     plan, problems = Plan.from_dict(data)
     bad = {problem.path[0] for problem in problems if problem.path[0] != "placements" or not problem.path[1:]}
-    sections = [section for section, needs in _SECTIONS.items() if bad.isdisjoint(needs.split())]
+    reads = {**_SECTIONS, **{feature.problems: feature.reads for feature in features()}}
+    sections = [section for section, needs in reads.items() if bad.isdisjoint(needs.split())]
     return [*map(str, problems), *(line for section in sections for line in section(plan))]
 
 
@@ -69,25 +69,6 @@ def _examples(plan: Plan) -> Iterator[str]:
         yield f"examples: the roles differ in the global batch, {totals}"
 
 
-def _rounds(plan: Plan) -> Iterator[str]:
-    rounds, world, unit = plan.rounds, plan.world, plan.unit_size
-    if rounds is None:
-        return
-    yield from (f"rounds: {problem}" for problem in rounds_problems(rounds))
-    if unit < 1 or world % unit:
-        yield f"rounds: units of {unit} ranks do not divide a world of {world}"
-    elif any(unit % group.size for group in plan.groups.values()):
-        yield f"rounds: units of {unit} ranks are divided by groups; give them the size of a group, or more"
-    if short := [role for role, ranks in plan.roles.items() if len(ranks) < world]:
-        yield f"rounds: role {short[0]} is not on all ranks, but each unit trains the whole model"
-    if plan.synchronised and unit == 1:
-        yield "rounds: synchronised is true, but in units of 1 rank there is no other to normalise with"
-    if plan.deals and rounds != Rounds(rounds.steps):
-        yield "rounds: subnets have no outer optimizer, fragments or server; give no more than steps"
-    if plan.servers:
-        yield "rounds: servers sum gradients in every step; leave rounds or servers out"
-
-
 def _groups(plan: Plan) -> Iterator[str]:
     roles = plan.roles
     for role, group in plan.groups.items():
@@ -117,8 +98,6 @@ def _microbatches(plan: Plan) -> Iterator[str]:
             yield f"{why}, but groups: {role} has microbatches of its own, by scheme {group.scheme!r}: take BK"
         if group.updates == "every":
             yield f"{why}, but groups: {role} updates in every microbatch: take 'once'"
-    if plan.rounds:
-        yield f"{why}, but units of a round run their batches whole: take 1"
     if plan.synchronised:
         yield f"{why}, but synchronised BatchNorm normalises over the whole global batch at once: take 1"
 
@@ -127,19 +106,6 @@ def _accumulate(plan: Plan) -> Iterator[str]:
     for role, group in plan.groups.items():
         if plan.accumulate > 1 and group.updates == "every":
             yield f"accumulate is {plan.accumulate}, but groups: {role} updates in every microbatch: take 'once'"
-
-
-def _servers(plan: Plan) -> Iterator[str]:
-    world, servers = plan.world, plan.servers
-    for rank in servers:
-        if not 0 <= rank < world:
-            yield f"servers: there is no rank {rank}, the world has ranks 0 to {world - 1}"
-    if len(set(servers)) < len(servers):
-        yield "servers: a rank is there twice"
-    for layer, place in plan.placements.items():
-        for sync, needs, missing in (("parameter_server", "servers", "empty"), ("average", "rounds", "not there")):
-            if place.sync == sync and not getattr(plan, needs):
-                yield f"placements: {layer} has sync {sync!r}, but {needs} is {missing}"
 
 
 def _placements(plan: Plan) -> Iterator[str]:
@@ -151,21 +117,8 @@ def _placements(plan: Plan) -> Iterator[str]:
             yield f"placements: {layer} has arrives, but its role {place.role!r} has no groups"
         if place.state is not None:
             yield from _state(plan, layer, place)
-        if place.holding == "subnet":
-            yield from _subnet(plan, layer, place)
         if place.holding == "sharded":
             yield from _sharded(plan, layer, place)
-
-
-def _subnet(plan: Plan, layer: str, place: LayerPlacement) -> Iterator[str]:
-    """Subnets are trained by one rank each, in rounds, and are all in one role."""
-    if plan.rounds is None or plan.rounds.unit != 1:
-        yield f"placements: {layer} has holding 'subnet', which is trained in rounds by units of one rank"
-    if place.split is None:
-        yield f"placements: {layer} has holding 'subnet' and needs a split: columns if its outputs are dealt, or rows"
-    others = {each.role for each in plan.placements.values() if each.holding == "subnet"}
-    if len(others) > 1:
-        yield f"placements: subnets are in roles {', '.join(sorted(others))}; they must be in one"
 
 
 def _state(plan: Plan, layer: str, place: LayerPlacement) -> Iterator[str]:
@@ -191,10 +144,8 @@ _SECTIONS = {
     _roles: "world roles predicted",
     _examples: "roles examples",
     _groups: "roles groups",
-    _microbatches: "roles examples groups rounds synchronised microbatches schedule all_reduce",
+    _microbatches: "roles examples groups synchronised microbatches schedule all_reduce",
     _accumulate: "groups accumulate",
-    _rounds: "world roles groups rounds synchronised servers placements",
-    _servers: "world servers rounds placements",
-    _placements: "roles groups rounds placements",
+    _placements: "roles groups placements",
 }
 """What is checked -> the keys that it reads."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from splitc.features import parts
 from splitc.ir.decode import Problem, decode
 from splitc.ir.placements import LayerPlacement, Placement
 from splitc.ir.prediction import PREDICTION_KEYS
@@ -46,14 +47,16 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _placement(place: str | Placement, fields: Mapping[str, Any]) -> LayerPlacement:
-    roles, rounds, groups = fields["roles"], fields.get("rounds"), fields.get("groups", {})
+    roles, groups = fields["roles"], fields.get("groups", {})
+    implied = (part.synchronised(fields) for part in parts("splitc.ir", "defaults"))
+    unit, otherwise = next(filter(None, implied), (fields["world"], "none"))
     place = Placement(role=place) if isinstance(place, str) else place
     role = place.role or (next(iter(roles)) if len(roles) == 1 else None)
     size = groups[role].size if role in groups else 1
     holding = place.holding or ("sharded" if place.split or place.group else "replicated")
-    together = min(len(roles.get(role, ())), rounds.unit if rounds else fields["world"])
+    together = min(len(roles.get(role, ())), unit)
     alone = 1 if holding == "replicated" and place.state == "batch" else size
-    sync = "all_reduce" if together > alone else "average" if rounds else "none"
+    sync = "all_reduce" if together > alone else otherwise
     group = size if holding == "sharded" and size > 1 else None
     usual = {"role": role, "holding": holding, "sync": sync, "group": group}
     return LayerPlacement(**{**usual, **{part: value for part, value in asdict(place).items() if value is not None}})

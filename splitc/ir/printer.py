@@ -12,7 +12,7 @@ from splitc.ir.graph import copy_node, info
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program, SizeSpec, Spec, TensorSpec
 from splitc.ir.schedule.actions import print_actions
-from splitc.ir.schedule.verbs import Among
+from splitc.ir.schedule.verb import Among
 from splitc.runtime.collectives.layouts import State
 
 

@@ -20,7 +20,8 @@ from splitc.ir.costs import CostLine
 from splitc.ir.layers import Coupling, Layer, LossTerm, StateTensor
 from splitc.ir.plan import Plan
 from splitc.ir.schedule.actions import Action, RankProgram
-from splitc.ir.schedule.verbs import Often
+from splitc.ir.schedule.verb import Often
+from splitc.ir.schedule.verbs import SUMS, VERBS
 from splitc.runtime.collectives.layouts import State, Transition
 from splitc.runtime.spec import BatchGuard, DealtDims
 
@@ -166,10 +167,20 @@ class Stage:
         named = (cut for cut in cuts if cut.name == action.value)
         return next(cut for cut in named if not action.peer or action.peer in (cut.producer, cut.consumer))
 
-    def bucket(self, action: Action) -> tuple[str, ...]:
-        """Return the tensors of an `all_reduce`, a `push`, or an `average` and its `arrive`."""
-        found: tuple[str, ...] = getattr(self, action.row.buckets)[action.bucket]
+    def sums(self, microbatch: int) -> Iterator[Action]:
+        """Yield what exchanges its gradients bucket by bucket, while backward fills them."""
+        for verb in SUMS.values():
+            for bucket in range(len(self.buckets_of(verb))):
+                yield Action(verb, role=self.role, microbatch=microbatch, bucket=bucket)
+
+    def buckets_of(self, verb: str) -> tuple[tuple[str, ...], ...]:
+        """Return the tensors that a verb exchanges, as an `all_reduce` of each bucket."""
+        found: tuple[tuple[str, ...], ...] = getattr(self, VERBS[verb].buckets)
         return found
+
+    def bucket(self, action: Action) -> tuple[str, ...]:
+        """Return the tensors of an action of a bucket."""
+        return self.buckets_of(action.verb)[action.bucket or 0]
 
 
 @dataclass(frozen=True)
@@ -304,6 +315,10 @@ class LoweredProgram(PlacedProgram):
 
     def stage(self, role: str) -> Stage:
         return next(stage for stage in self.stages if stage.role == role)
+
+    def stages_of(self, rank_program: RankProgram) -> list[Stage]:
+        """The stages that the ranks of a rank program run; none of a role without layers."""
+        return [stage for role in rank_program.roles for stage in self.stages if stage.role == role]
 
     def turns(self, stage: Stage) -> int:
         """Return how often a stage runs in a step: once for each microbatch; those of groups are of the loss."""

@@ -15,13 +15,12 @@ import torch
 from torch import fx
 
 from splitc.ir.comm_ops import Call, CommOp, op_of
-from splitc.ir.dealt import STATE_COPIES, dealt_ops, slice_numel
+from splitc.ir.features import features
 from splitc.ir.graph import info, is_entry, starts_at_once, tensor_spec
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.schedule.actions import Action
-from splitc.ir.schedule.verbs import Among, Often, When
-from splitc.ir.server_wire import server_ops, worker_ops
+from splitc.ir.schedule.verb import Among, Often, When
 from splitc.ir.shares import share_out
 from splitc.ir.transitions import Collective, nbytes_sent, transition_of
 from splitc.ir.wire_op import Payload, What, WireOp
@@ -48,17 +47,22 @@ def of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wi
     plan, row, times = program.plan, action.row, 1.0
     if row.when is not When.EVERY_STEP:
         times = 1 / plan.accumulate
-    if plan.rounds is not None and row.in_round:
-        times /= plan.rounds.steps
+    if row.in_round:
+        times /= plan.period
     for op in _AMONG[row.among](program, rank, action):
         if op.kind != "collective" or len(op.ranks) > 1:
             yield op if times == 1 else replace(op, times=times)
 
 
+def _of_feature(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
+    ops = next(feature.ops for feature in features() if action.verb in feature.ops)
+    return ops[action.verb](program, rank, action)
+
+
 def _loss(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the all-reduce of the loss over all ranks, those without work too; within a round over those of a unit."""
     plan, collective, payload = program.plan, action.row.collective, Payload(What.LOSS)
-    last = 1 / (plan.rounds.steps * plan.accumulate) if plan.rounds else 1.0
+    last = 1 / (plan.period * plan.accumulate) if plan.trains_in_units else 1.0
     for ranks, times in ((plan.unit(rank), 1 - last), (tuple(range(plan.world)), last)):
         if times:
             yield WireOp("collective", payload, ranks, (), torch.float64, 0, None, collective, times).of_all()
@@ -75,7 +79,7 @@ def _bucket_of_kind(program: LoweredProgram, rank: int, action: Action) -> Itera
     """Yield what `_bucket` does, computed once for the ranks to which it is the same: one of each group of a unit."""
     plan, stage = program.plan, program.stage(action.role)
     group = plan.group(stage.role, rank)
-    if stage.dealt or action.row.what is What.AVERAGE or plan.all_reduce != "backend":
+    if plan.all_reduce != "backend" or any(feature.is_apart(plan, rank) for feature in features()):
         yield _bucket(program, stage, rank, action)
         return
     known, key = _BUCKETS.setdefault(program, {}), (action, group.index(rank), rank // plan.unit_size)
@@ -85,23 +89,15 @@ def _bucket_of_kind(program: LoweredProgram, rank: int, action: Action) -> Itera
 
 
 def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> WireOp:
-    """Return the all-reduce of a bucket of gradients over the replicas, or of one of parameters over the units."""
+    """Return the all-reduce of a bucket of gradients over the replicas."""
     plan, names = program.plan, stage.bucket(action)
-    averages = action.row.what is What.AVERAGE
-    replicas = (plan.averaged if averages else plan.replicas)(stage.role, rank)
-    if not averages and names[0] in stage.own_sums:
-        replicas = plan.together(stage.role, rank)
+    replicas = (plan.together if names[0] in stage.own_sums else plan.replicas)(stage.role, rank)
     dtype = program.tensors[names[0]].dtype
     numel = sum(numel_on(program, stage, name, rank) for name in names)
-    if averages and plan.deals:  # with the optimizer's state
-        numel += STATE_COPIES * sum(t.numel for t in map(program.tensors.__getitem__, names) if t.trainable)
     nbytes = numel * dtype.itemsize
-    payload = Payload(What.AVERAGE if averages else What.BUCKET, role=stage.role, bucket=action.bucket)
-    if averages and plan.rounds is not None and plan.rounds.through == "server":
-        algorithm, sent = "server", nbytes * (len(replicas) - 1.0 if rank == replicas[0] else 1.0)
-    elif plan.all_reduce == "backend" or averages:
-        algorithm = action.row.collective
-        sent = algorithm.sent(nbytes, nbytes, len(replicas))
+    payload = Payload(What.BUCKET, role=stage.role, bucket=action.bucket)
+    if plan.all_reduce == "backend":
+        algorithm, sent = str(Collective.ALL_REDUCE), Collective.ALL_REDUCE.sent(nbytes, nbytes, len(replicas))
     else:
         algorithm, sent = plan.all_reduce, doubling_sent(nbytes, replicas.index(rank), len(replicas))
     return WireOp("collective", payload, replicas, (numel,), dtype, sent, None, algorithm)
@@ -224,9 +220,7 @@ _AMONG: dict[Among, Callable[[LoweredProgram, int, Action], Iterator[WireOp]]] =
     Among.STAGE: lambda program, rank, a: (op for _, op in inside(program, program.stage(a.role), rank, a)),
     Among.REPLICAS: _bucket_of_kind,
     Among.HOLDERS: _tied,
-    Among.OWNERS: lambda program, rank, action: dealt_ops(program, program.stage(action.role), rank, action),
-    Among.SERVERS: lambda program, rank, action: worker_ops(program, program.stage(action.role), rank, action),
-    Among.WORKERS: server_ops,
+    Among.OWN: _of_feature,
     Among.WORLD: _loss,
 }
 
@@ -246,8 +240,9 @@ def shard_of(program: Program, stage: Stage, name: str, member: int, size: int) 
 def numel_on(program: PlacedProgram, stage: Stage, name: str, rank: int) -> int:
     """Return the number of elements of a parameter or buffer on a rank of a stage."""
     tensor, group = program.tensors[name], program.plan.group(stage.role, rank)
-    if name in stage.dealt:
-        return slice_numel(tensor, stage.dealt[name], program.plan.world, rank)
+    for feature in features():
+        if (own := feature.numel(program, stage, name, rank)) is not None:
+            return own
     shard = shard_of(program, stage, name, group.index(rank), len(group))
     if shard is None:
         return tensor.numel

@@ -32,6 +32,10 @@ class What(StrEnum):
     PUSH = "push"
 
 
+STATE_COPIES = 1
+"""Copies of a parameter in the optimizer's state that are counted: SGD with momentum, as in a written launch.py."""
+
+
 @dataclass(frozen=True)
 class Payload:
     """What travels: equal on both sides of a message, and on all members of a collective.

@@ -14,12 +14,9 @@ from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
 from splitc.passes.place import Place
 from splitc.passes.planner.registry import STRATEGIES
-from splitc.passes.planner.strategy import Strategy, strategy_named
+from splitc.passes.planner.strategy import strategy_named
 from splitc.report.what_if import choice_text, simulated_step
 from splitc.strategies.auto import Auto
-from splitc.strategies.data_parallel import DataParallel
-from splitc.strategies.layer_separation import LayerSeparation
-from splitc.strategies.modulo_shard import ModuloShard
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,8 @@ def alternatives(place: Place, program: Program, pattern: str) -> Iterator[Alter
         inside = {each: replace(_as_placement(place.pins[each]), **parts) for each in within if each != pattern}
         pinned = replace(place, pins={**others, **inside, pattern: pin})
         tried = [pinned]
-        if isinstance(place.strategy, Auto):
-            tried.append(replace(pinned, strategy=strategy.in_order_of(place.strategy)))
+        if isinstance(place.strategy, Auto) and strategy in STRATEGIES:
+            tried.append(replace(pinned, strategy=strategy_named(strategy)().in_order_of(place.strategy)))
         found.append(_priced(Alternative(name, pin), tried, program, chosen))
     if not any(each.chosen for each in found):
         yield _priced(Alternative("as chosen", Placement()), [place], program, chosen)
@@ -78,17 +75,18 @@ def matching_layers(program: Program, pattern: str) -> list[str]:
     raise PlacementError(f"no layer matches {pattern!r}; {near_name(pattern, names)}the layers are {listed}")
 
 
-def _placements(program: Program, world: int) -> Iterator[tuple[str, Placement, Strategy]]:
+def _placements(program: Program, world: int) -> Iterator[tuple[str, Placement, str]]:
     """Yield what a pin may ask for, and the strategy that tells best why it is not possible."""
-    yield "whole, all_reduce", Placement(holding="replicated", sync="all_reduce", group=1), DataParallel()
-    yield from ((sync, Placement(sync=sync), strategy_named(sync)()) for sync in SYNCS if sync in STRATEGIES)
-    yield "role all", Placement(role="all"), DataParallel()
+    yield "whole, all_reduce", Placement(holding="replicated", sync="all_reduce", group=1), "data_parallel"
+    for sync in (sync for sync in SYNCS if sync in STRATEGIES):
+        yield sync, Placement(sync=sync), sync
+    yield "role all", Placement(role="all"), "data_parallel"
     for role in role_names(2, has_convolutions(program)):
-        yield f"role {role}", Placement(role=role), LayerSeparation()
+        yield f"role {role}", Placement(role=role), "layer_separation"
     for size in (size for size in range(2, world + 1) if world % size == 0):
         for split in SPLITS:
-            yield f"{split}, groups of {size}", Placement(holding="sharded", split=split, group=size), ModuloShard()
-        yield f"whole, groups of {size}", Placement(holding="replicated", group=size), ModuloShard()
+            yield f"{split}, groups of {size}", Placement(holding="sharded", split=split, group=size), "modulo_shard"
+        yield f"whole, groups of {size}", Placement(holding="replicated", group=size), "modulo_shard"
 
 
 def _priced(found: Alternative, tried: Sequence[Place], program: Program, chosen: Plan) -> Alternative:

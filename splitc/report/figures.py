@@ -12,9 +12,8 @@ from typing import Any
 
 from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.memory_check import memory_of_all
-from splitc.ir.dealt import exchanged_nbytes
+from splitc.ir.features import features
 from splitc.ir.layers import Layer
-from splitc.ir.plan import SERVER, Plan
 from splitc.ir.prediction import Candidate
 from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.wire import wire
@@ -34,14 +33,14 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "proof": plan.prediction.proof,
         "gap": plan.prediction.gap,
         "advice": plan.prediction.advice,
-        "rounds": asdict(plan.rounds) if plan.rounds else None,
+        **{key: value for feature in features() for key, value in feature.figures(plan).items()},
         "global_batch": plan.global_batch,
         "accumulate": plan.accumulate,
         "step_seconds": plan.step_seconds,
         "program_seconds": plan.prediction.program_seconds,
         "simulated_seconds": plan.prediction.simulated_seconds,
         "samples_per_second": plan.samples_per_second,
-        "roles": {role: list(ranks) for role, ranks in roles_of(plan).items()},
+        "roles": {role: list(ranks) for role, ranks in plan.all_roles.items()},
         "layers": [figures.layer(layer) for layer in program.layers],
         "ranks": [figures.rank(rank) for rank in range(plan.world)],
         "candidates": [_candidate(candidate) for candidate in plan.candidates],
@@ -53,11 +52,6 @@ def by_bytes(program: Program) -> tuple[str, ...]:
     """Return the ops that are priced by the bytes they access alone, since their FLOPs are unknown."""
     costs = (program.costs[layer.name] for layer in program.layers)
     return tuple(dict.fromkeys(name for cost in costs for name in cost.small.unknown_ops))
-
-
-def roles_of(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of every role, servers included."""
-    return {**plan.roles, **({SERVER: plan.servers} if plan.servers else {})}
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
@@ -140,17 +134,10 @@ class Figures:
         place = plan.placements[layer.name]
         ranks = plan.roles[place.role]
         values = max(sum(op.sent_for(layer.name) for op in self._wires[r]) for r in (ranks[0], ranks[-1]))
-        if place.sync == "parameter_server":
-            return values + gradient / plan.accumulate
+        values += sum(feature.sent_bytes(self.program, layer) for feature in features())
         own = gradient / place.num_shards
         if place.sync == "all_reduce":
             values += _ring(own, len(plan.replicas(place.role, ranks[0]))) / plan.accumulate
-        if plan.rounds:
-            n, dealt = len(plan.averaged(place.role, ranks[0])), self.program.stage(place.role).dealt
-            if place.holding == "subnet":  # a slice travels there and back, as many bytes as in a ring
-                held = ((self.program.tensors[name], dealt.get(name, {})) for name in layer.tensors)
-                own = sum(exchanged_nbytes(tensor, dims, n) for tensor, dims in held)
-            values += _ring(own, n) / (plan.rounds.steps * plan.accumulate)
         return values
 
 

@@ -161,9 +161,8 @@ def as_text(name: str, plan: Plan, measured: Measurement) -> str:
 
 def _medians(plan: Plan, measured: Measurement) -> str:
     """`12 steps`, or `2 rounds of 8 steps`."""
-    of_round = plan.rounds.steps if plan.rounds else 0
-    number, what = (measured.steps // of_round, "round") if of_round else (measured.steps, "step")
-    return f"{number} {what}{'s' * (number > 1)}" + f" of {of_round} steps" * bool(of_round)
+    number = measured.steps // plan.period
+    return f"{number} {plan.cycle}{'s' * (number > 1)}" + f" of {plan.period} steps" * plan.trains_in_units
 
 
 def _rows(rank: Mapping[str, Any]) -> list[list[str]]:

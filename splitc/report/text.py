@@ -9,14 +9,14 @@ from typing import Any
 import tabulate as tables
 
 from splitc import units
+from splitc.ir.features import approximation
 from splitc.ir.graph import info
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.ir.regions import OwnCode, names_in, regions
-from splitc.ir.rounds import rounds_text
 from splitc.report.blocks import Hidden, Row, collapse
-from splitc.report.figures import Figures, by_bytes, roles_of
+from splitc.report.figures import Figures, by_bytes
 
 WIDTH = 80
 MANY = 24  # layers; above this, repeated blocks are collapsed
@@ -82,7 +82,7 @@ def _headline(program: PlacedProgram) -> str:
     proof = {"optimal": "proved optimal", "gap": f"within {gap} of the optimum"}.get(
         prediction.proof, f"not proved optimal, at most {gap} from it" if prediction.gap else "not proved optimal"
     )
-    roles = ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in roles_of(plan).items())
+    roles = ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in plan.all_roles.items())
     parameters = sum(h.numel for h in program.tensors.values() if h.parameter)
     cluster = f" of {prediction.cluster}" if prediction.cluster else ""
     lines = [
@@ -92,7 +92,8 @@ def _headline(program: PlacedProgram) -> str:
         f"{units.count(parameters)} parameters in {units.numbered(len(program.layers), 'layer')}",
     ]
     lines += [prediction.advice] * bool(prediction.advice)
-    lines += [f"approximate: {rounds_text(plan)}; seconds and bytes are means over a round"] * bool(plan.rounds)
+    how = approximation(plan)
+    lines += [f"approximate: {how}; seconds and bytes are means over a {plan.cycle}"] * bool(how)
     lines += [f"an update every {plan.accumulate} batches; seconds and bytes are their means"] * (plan.accumulate > 1)
     return "\n".join(map(wrap, lines))
 
@@ -152,9 +153,9 @@ def _cells(layer: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _held(layer: Mapping[str, Any]) -> str:
-    """Format the gradient sync, after the shard of a sharded layer: `all_reduce`, `1/2 all_reduce`; or `subnet`."""
+    """Format the gradient sync, after the shard of a sharded layer: `all_reduce`, `1/2 all_reduce`; or its holding."""
     if layer["holding"] != "sharded":
-        return str(layer["holding"] if layer["holding"] == "subnet" else layer["sync"])
+        return str(layer["sync"] if layer["holding"] == "replicated" else layer["holding"])
     return f"1/{layer['group']}" + ("" if layer["sync"] == "none" else f" {layer['sync']}")
 
 

@@ -19,7 +19,6 @@ from splitc.ir.program import PlacedProgram, Program
 from splitc.passes.place import Place
 from splitc.passes.planner.strategy import in_microbatches
 from splitc.passes.rewriting import lower_unchecked
-from splitc.report.figures import roles_of
 from splitc.strategies.auto import Auto
 from splitc.strategies.data_parallel import DataParallel
 
@@ -173,13 +172,13 @@ def _breakpoint(
 def _choice(quantity: Quantity, plan: Plan | None) -> object:
     if plan is None or quantity.name != "world":
         return choice_text(plan)
-    sizes = ["all" if len(ranks) == plan.world else len(ranks) for ranks in roles_of(plan).values()]
+    sizes = ["all" if len(ranks) == plan.world else len(ranks) for ranks in plan.all_roles.values()]
     return plan.strategy, sizes[1:]
 
 
 def choice_text(plan: Plan | None) -> str:
     """`layer_separation 3+1`; "" without a plan."""
-    return "" if plan is None else f"{plan.strategy} {'+'.join(str(len(ranks)) for ranks in roles_of(plan).values())}"
+    return "" if plan is None else f"{plan.strategy} {'+'.join(str(len(ranks)) for ranks in plan.all_roles.values())}"
 
 
 # -- ranks without work ------------------------------------------------------------------------------------------------
@@ -240,7 +239,7 @@ def simulated_step(program: PlacedProgram, cluster: Cluster, accumulate: int | N
 
 def _idle(plan: Plan | None) -> int:
     """How many ranks have no work; without a plan one at least."""
-    return 1 if plan is None else plan.world - len(set().union(*roles_of(plan).values()))
+    return 1 if plan is None else plan.world - len(set().union(*plan.all_roles.values()))
 
 
 # -- what fits ---------------------------------------------------------------------------------------------------------

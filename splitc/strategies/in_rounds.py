@@ -8,7 +8,7 @@ from typing import Annotated
 from splitc.errors import PlacementError
 from splitc.ir.decode import at_least
 from splitc.ir.plan import Plan
-from splitc.ir.rounds import rounds_problems
+from splitc.ir.rounds.problems import rounds_problems
 from splitc.passes.planner.divisions import Division
 from splitc.passes.planner.request import Request, largest
 from splitc.passes.planner.strategy import Count, Flag, Strategy

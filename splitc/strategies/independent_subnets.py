@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitc.ir.graph import info
-from splitc.ir.neurons import Dealing
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import Plan
+from splitc.ir.subnets.neurons import Dealing, dealing_of
 from splitc.passes.planner.cuts import cut_rules, following
 from splitc.passes.planner.pin_checks import PinWords
 from splitc.passes.planner.price_plan import price_plan
@@ -45,7 +45,7 @@ class IndependentSubnets(Strategy):
 
     def proposals(self, request: Request) -> list[PricedPlan]:
         """The plan that deals all hidden neurons."""
-        program, world, dealing = request.program, request.world, request.dealing
+        program, world, dealing = request.program, request.world, dealing_of(request.program, request.world)
         bounds, rules = request.bounds(world), cut_rules(program)
         inside = following(rules, dealing.splits)
         why = self.impossible(request) + unfit(dealing, world)
@@ -85,6 +85,6 @@ def unfit(dealing: Dealing, world: int) -> list[str]:
 
 
 def _placement(request: Request, role: str, layer: str) -> LayerPlacement:
-    split = request.dealing.splits.get(layer)
+    split = dealing_of(request.program, request.world).splits.get(layer)
     sync = "average" if request.gradient_of(layer) and request.world > 1 else "none"
     return LayerPlacement(role, "replicated" if split is None else "subnet", sync, split=split)

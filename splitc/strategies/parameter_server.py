@@ -28,6 +28,9 @@ from splitc.runtime.servers.parameter_server import COALESCED_BELOW
 
 NAME = "parameter_server"
 
+PAIRS = 400
+"""Servers x workers whose messages are simulated, in seconds; those of 512 and 512 would take hours."""
+
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
@@ -100,7 +103,8 @@ def _priced(request: Request, options: ParameterServer, servers: int) -> PricedP
     plan = request.order.of(plan)
     problems += problems_of(request, plan)
     bound = 0.0 if problems or not seconds else plan.global_batch / seconds
-    return PricedPlan(NAME, plan, seconds, seconds, bound, infeasible_because="; ".join(problems))
+    closed = servers * workers > PAIRS
+    return PricedPlan(NAME, plan, seconds, seconds, bound, infeasible_because="; ".join(problems), closed=closed)
 
 
 def server_memory(request: Request, workers: int, servers: int, beside: bool) -> float:

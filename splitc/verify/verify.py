@@ -10,7 +10,7 @@ model that computes in float32 inside is compared so too.  Under autocast both s
 2e-2: each rank rounds its part of a gradient to 8 bits, one process rounds the whole.
 
 A plan that trains in rounds is approximate: it is compared with its units trained in turn in one process, and joined
-after each round of at most two updates (`rounds.py`), in float32 from where the ranks begin each round.
+after each round of at most two updates (`rounds/`), in float32 from where the ranks begin each round.
 
 Rounding can be magnified (BatchNorm over few examples, squeeze and excitation), in one process as on many ranks; so an
 error may also be four times that of the one process against the same step in float64 without autocast.
@@ -40,6 +40,7 @@ from splitc.runtime.launch.trial import Trial, run_trial, torchrun_trial
 from splitc.runtime.transport.simulated import run_ranks
 from splitc.verify.batches import draw_batches, split_batch, within_example
 from splitc.verify.comparison import TOLERANCES, Comparison, zero_gradients
+from splitc.verify.features import features
 from splitc.verify.norm_groups import norm_groups
 from splitc.verify.reference import LEARNING_RATE, MOMENTUM, Training, exact_reference, loss_of_copy, reference
 
@@ -97,10 +98,9 @@ def verify_program(
     example: one reader's batch, like which all batches are drawn.  local_batches: examples of each reader in a step.
     """
     local_batches = within_example(program, tuple(local_batches))
-    world, size, period = program.plan.world, sum(local_batches), 1
-    if program.plan.rounds is not None:
-        period = 1 if program.plan.rounds.in_turns else min(program.plan.rounds.steps, 2)
-        steps = max(steps, 2 * period + 1)
+    world, size = program.plan.world, sum(local_batches)
+    period = max([1, *(feature.period(program.plan) for feature in features())])
+    steps = max(steps, 2 * period + 1) if program.plan.trains_in_units else steps
     batches, how = draw_batches(program, example, size, steps, seed, partial(loss_of_copy, program, model, example))
     feeds = [split_batch(program, batch, local_batches) for batch in batches]
     precision = computed_in(program)
@@ -166,8 +166,8 @@ def _verification(
     gradient_error, parameter_error = max(gradients.values(), default=0.0), max(parameters.values(), default=0.0)
     holds = max(loss_error, gradient_error, parameter_error) <= tolerance
     notes = [*_notes(program, local_batches, zero), *notes, *_rounding(comparisons, zero)]
-    units = f"{len(comparisons)} {'masked subnets' if program.plan.deals else 'copies'}"
-    against = "one process" + f" that trains {units} in turn and averages them" * bool(program.plan.rounds)
+    units = next(filter(None, (feature.units(program.plan) for feature in features())), "")
+    against = "one process" + f" that trains {len(comparisons)} {units} in turn and averages them" * bool(units)
     if not holds and program.plan.exact and first.exact is None and dtype != torch.float64:
         notes.append("it may be rounding, which BatchNorm over few examples magnifies: --dtype float64 shows whether")
     return Verification(
@@ -210,13 +210,11 @@ def _largest(steps: Iterator[dict[str, float]]) -> dict[str, float]:
 def _notes(program: PlacedProgram, local_batches: Sequence[int], zero: set[str]) -> Iterator[str]:
     plan = program.plan
     if not plan.exact:
-        why = "its ranks train by themselves within a round, which" if plan.rounds else "an update in every microbatch"
+        within = f"its ranks train by themselves within a {plan.cycle}, which"
+        why = within if plan.trains_in_units else "an update in every microbatch"
         yield f"this plan is approximate: {why} is not the training of one process"
-    if plan.deals:
-        yield "gradients of subnets are compared by the parameters that they lead to"
-    if plan.rounds and (plan.rounds.in_turns or plan.rounds.steps > 2):
-        few = "1 update, so that turns of fragments are not verified" if plan.rounds.in_turns else "2 updates"
-        yield f"losses are those of the units, in rounds of {few}; the plan has rounds of {plan.rounds.steps}"
+    for feature in features():
+        yield from feature.notes(plan)
     if (whole := plan.global_batch) > sum(local_batches):
         yield f"with {sum(local_batches)} of the plan's {whole} examples a step, in its proportions"
     if zero:
@@ -232,7 +230,7 @@ def _suspect(program: PlacedProgram, comparisons: Sequence[Comparison]) -> str:
 
     Backward comes from there; a loss that differs is named too.
     """
-    if not program.plan.exact and not program.plan.rounds:
+    if not program.plan.exact and not program.plan.trains_in_units:
         return "updates=every, which makes this plan approximate by design; updates=once is exact"
     for step, comparison in product(comparisons[0].steps, comparisons):
         tolerance, errors = comparison.tolerance, comparison.gradient_errors(step)
@@ -249,5 +247,5 @@ def _suspect(program: PlacedProgram, comparisons: Sequence[Comparison]) -> str:
             factor = comparison.gradient_factor(layers[-1].tensors, step) if layers else None
             gradient = "" if factor is None else f": its gradient is {factor:.4g} times that of one process"
             return f"{' and '.join(parts)}{gradient}"
-    ends = " or the end of a round" if program.plan.rounds else ""
+    ends = f" or the end of a {program.plan.cycle}" * program.plan.trains_in_units
     return f"the optimizer{ends}: loss and gradients are right, the parameters are not"

@@ -13,10 +13,10 @@ from benchmarks.papers.ist import Symbols, exchanged_nbytes, ist_nbytes
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.cost_models.network.alpha_beta import all_to_all, ring_all_reduce
 from splitc.cost_models.simulation.timeline import simulate
-from splitc.ir.dealt import slice_numel
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.program import LoweredProgram
 from splitc.ir.schedule.actions import Action
+from splitc.ir.subnets.slices import slice_numel
 from splitc.ir.wire import nbytes_trained, wire
 from splitc.runtime.launch.feed import synthetic
 from splitc.runtime.spec import DealtDims, Neurons

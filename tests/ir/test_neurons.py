@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.ir.neurons import Dealing, find_neurons
+from splitc.ir.subnets.neurons import Dealing, find_neurons
 from tests.support.compiled import analyse
 from tests.support.models import made
 

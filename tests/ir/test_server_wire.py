@@ -8,7 +8,7 @@ import pytest
 
 from splitc.ir.program import LoweredProgram
 from splitc.ir.schedule.actions import Action
-from splitc.ir.server_wire import messages, pieces, server_ops, worker_ops
+from splitc.ir.servers.wire import messages, pieces, server_ops, worker_ops
 from splitc.ir.wire_op import WireOp
 from splitc.passes.rewriting import lower
 from tests.support.pair import analysed_pair, placed_pair
@@ -21,7 +21,7 @@ def served() -> LoweredProgram:
 
 def of_worker(program: LoweredProgram, rank: int, verb: str) -> list[WireOp]:
     action = Action(verb, role="worker", bucket=0 if verb == "push" else None)
-    return list(worker_ops(program, program.stage("worker"), rank, action))
+    return list(worker_ops(program, rank, action))
 
 
 def of_server(program: LoweredProgram, rank: int, verb: str) -> list[WireOp]:

@@ -9,7 +9,7 @@ import pytest
 from splitc.ir.graph import info
 from splitc.ir.program import LoweredProgram
 from splitc.passes.bucket_gradients import BucketGradients
-from splitc.passes.insert_pulls import InsertPulls
+from splitc.passes.servers.insert_pulls import InsertPulls
 from tests.support.pair import placed_pair, printed_stage
 from tests.support.printed import program_before
 

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from splitc.errors import InternalError
-from splitc.ir.schedule.verbs import VERBS, Verb
+from splitc.ir.schedule.verb import Verb
+from splitc.ir.schedule.verbs import VERBS
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from splitc.ir.schedule.actions import Action
+from splitc.ir.schedule.verbs import SUMS
 
-_LAST = ("all_reduce", "push", "multiply")
+_LAST = (*SUMS.values(), "multiply")
 
 
 @dataclass(frozen=True)

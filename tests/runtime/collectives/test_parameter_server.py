@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from splitc.capture.example.example import Example
 from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
-from splitc.checks.graph import every_layer_placed, served_parameters_are_pulled
+from splitc.checks.graph import every_layer_placed
+from splitc.checks.servers import served_parameters_are_pulled
 from splitc.compiled import CompiledProgram, Settings
 from splitc.errors import InternalError
 from splitc.ir.comm_ops import pull
@@ -26,7 +27,7 @@ from splitc.ir.layers import Layer
 from splitc.ir.pass_manager import run_pass, run_passes
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import SERVER, Plan
-from splitc.ir.server_wire import pieces
+from splitc.ir.servers.wire import pieces
 from splitc.ir.shares import share_out
 from splitc.ir.wire import wire
 from splitc.passes.bucket_gradients import BucketGradients

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from splitc.errors import PlacementError
 from splitc.ir.graph import info
-from splitc.ir.neurons import find_neurons
 from splitc.ir.program import Program
+from splitc.ir.subnets.neurons import find_neurons
 
 
 def with_norms(model: nn.Module, program: Program, ranks: int) -> nn.Module:

@@ -13,9 +13,9 @@ from typing import ClassVar
 from splitc.checks.graph import stages_cover_the_graph
 from splitc.errors import LaunchError
 from splitc.ir.graph import copy_graph, update_info
-from splitc.ir.neurons import find_neurons
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import LoweredProgram, Stage
+from splitc.ir.subnets.neurons import find_neurons
 from splitc.runtime.collectives.layouts import State
 
 

@@ -18,15 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from splitc.ir.layers import StateTensor
-from splitc.ir.program import PlacedProgram, Stage
+from splitc.ir.program import LoweredProgram, Stage
 from splitc.ir.schedule.actions import Action
 from splitc.ir.shares import share_out
 from splitc.ir.transitions import Collective
-from splitc.ir.wire_op import Payload, What, WireOp
+from splitc.ir.wire_op import STATE_COPIES, Payload, What, WireOp
 from splitc.runtime.spec import DealtDims, Neurons
-
-STATE_COPIES = 1
-"""Copies of a parameter in the optimizer's state that are counted: SGD with momentum, as in a written launch.py."""
 
 
 def slice_numel(tensor: StateTensor, dims: DealtDims, ranks: int, rank: int = 0) -> int:
@@ -62,9 +59,9 @@ def _dealt_part(runs: Sequence[Neurons]) -> float:
     return sum(run.width for run in runs if run.layer) / max(sum(run.width for run in runs), 1)
 
 
-def dealt_ops(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[WireOp]:
+def dealt_ops(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the all-to-all of the slices of all dealt tensors, one for each dtype, before or after a round."""
-    ranks = tuple(range(program.plan.world))
+    ranks, stage = tuple(range(program.plan.world)), program.stage(action.role)
     tensors = [program.tensors[name] for name in stage.dealt]
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors if tensor.parameter):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]

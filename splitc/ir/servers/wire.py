@@ -58,9 +58,9 @@ def _pieces(holdings: tuple[StateTensor, ...], servers: tuple[int, ...]) -> tupl
     return tuple(found)
 
 
-def worker_ops(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[WireOp]:
+def worker_ops(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the messages of a worker's pull or push; a rank that is a server too serves its rows meanwhile."""
-    pulls = action.row.what is What.PULL
+    pulls, stage = action.row.what is What.PULL, program.stage(action.role)
     for bucket in reversed(range(len(stage.served))) if pulls else [action.bucket or 0]:
         yield from _of_bucket(program, stage, rank, bucket, pulls)
 

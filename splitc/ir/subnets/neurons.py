@@ -15,18 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.ir.elementwise import is_elementwise, keeps_features
 from splitc.ir.graph import arguments_of, called_module, info, op_name, shape_of, tensors_of_node
-from splitc.ir.linears import Linear, as_linear, linear_layers
+from splitc.ir.linears import Linear, as_linear, embedding_weight, linear_layers
 from splitc.ir.program import Program, TensorSpec
 from splitc.runtime.spec import DealtDims, Neurons
 
+_DEALINGS: WeakKeyDictionary[Program, dict[int, Dealing]] = WeakKeyDictionary()
 _NORMS = (_BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 Runs = tuple[Neurons, ...]
@@ -47,6 +48,14 @@ class Dealing:
     splits: dict[str, str] = field(default_factory=dict)
     bare: tuple[fx.Node, ...] = ()
     final: tuple[fx.Node, ...] = ()
+
+
+def dealing_of(program: Program, ranks: int) -> Dealing:
+    """What is dealt to `ranks` of a whole program; computed once."""
+    known = _DEALINGS.setdefault(program, {})
+    if ranks not in known:
+        known[ranks] = find_neurons(program, program.graph, ranks)
+    return known[ranks]
 
 
 def find_neurons(program: Program, graph: fx.Graph, ranks: int) -> Dealing:
@@ -201,35 +210,6 @@ class _Walk:
                     seen.add(user)
                     todo.append(user)
         return True
-
-
-def embedding_weight(program: Program, node: fx.Node) -> str | None:
-    """The parameter of a node that looks up rows of an embedding; None for any other node."""
-    if isinstance(called_module(program.root, node), nn.Embedding | nn.EmbeddingBag):
-        return f"{node.target}.weight"
-    if node.target not in (F.embedding, F.embedding_bag):
-        return None
-    weight = arguments_of(node, "input", "weight")["weight"]
-    return str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
-
-
-def divisible_layers(program: Program) -> frozenset[str]:
-    """The layers whose parameters only linear layers, embeddings and normalisations of (N, D) over examples read."""
-    others = {
-        name
-        for node in program.graph.nodes
-        if node.op.startswith("call")
-        and not (as_linear(program, node) or embedding_weight(program, node))
-        and not (is_batch_norm(program, node) and len(shape_of(node)) == 2)
-        for name in tensors_of_node(program, node)
-    }
-    own = {layer.name: {n for n in layer.tensors if program.tensors[n].parameter} for layer in program.layers}
-    return frozenset(layer for layer, names in own.items() if names and names.isdisjoint(others))
-
-
-def is_batch_norm(program: Program, node: fx.Node) -> bool:
-    """Whether a node is a module that normalises over examples."""
-    return isinstance(called_module(program.root, node), _BatchNorm)
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

@@ -16,7 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from splitc.checks.graph import buckets_hold_every_gradient, served_parameters_are_pulled, stages_cover_the_graph
+from splitc.checks.graph import buckets_hold_every_gradient, stages_cover_the_graph
+from splitc.checks.servers import served_parameters_are_pulled
 from splitc.ir import comm_ops
 from splitc.ir.graph import NodeInfo, copy_graph, info, set_info, tensors_of_node
 from splitc.ir.pass_manager import Check, Pass

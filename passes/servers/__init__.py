@@ -1,0 +1,1 @@
+"""Passes of parameters that servers hold."""

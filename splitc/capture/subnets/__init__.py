@@ -1,0 +1,1 @@
+"""What a model needs to be trained as subnets."""

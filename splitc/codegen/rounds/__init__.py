@@ -1,0 +1,1 @@
+"""The functions that begin and end a round."""

@@ -1,0 +1,1 @@
+"""The lines and files of parameters that servers hold."""

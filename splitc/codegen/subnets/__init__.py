@@ -1,0 +1,1 @@
+"""The lines and tables of what is dealt to ranks."""

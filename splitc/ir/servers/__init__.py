@@ -1,0 +1,1 @@
+"""Parameters that servers hold: workers push gradients to them and pull what they have updated."""

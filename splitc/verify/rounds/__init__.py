@@ -1,0 +1,1 @@
+"""Rounds of local updates in one process."""

@@ -1,0 +1,1 @@
+"""Independent subnets in one process."""
