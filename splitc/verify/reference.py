@@ -120,7 +120,7 @@ def _train(training: Training) -> list[Trial]:
     plan, model, batches, period = training.program.plan, training.model, training.batches, training.period
     recomputed = {f"{path}.{name}" for path in rank_spec(training.program, 0).recomputed for name in STATISTICS}
     units = [_Unit(training, ranks) for ranks in sorted({plan.unit(rank) for rank in range(plan.world)})]
-    joint = joint_of(training.program, model, units)
+    joint = joint_of(training.program)(training.program, model, units)
     for number, first in enumerate(range(0, len(batches), period)):
         begin = training.states[first - 1] if first and training.states else units[0].state
         before = {name: begin[name].to(units[0].state[name].dtype) for name in joint.alike}

@@ -40,7 +40,7 @@ from splitc.runtime.launch.trial import Trial, run_trial, torchrun_trial
 from splitc.runtime.transport.simulated import run_ranks
 from splitc.verify.batches import draw_batches, split_batch, within_example
 from splitc.verify.comparison import TOLERANCES, Comparison, zero_gradients
-from splitc.verify.features import features
+from splitc.verify.features import joint_of
 from splitc.verify.norm_groups import norm_groups
 from splitc.verify.reference import LEARNING_RATE, MOMENTUM, Training, exact_reference, loss_of_copy, reference
 
@@ -99,7 +99,7 @@ def verify_program(
     """
     local_batches = within_example(program, tuple(local_batches))
     world, size = program.plan.world, sum(local_batches)
-    period = max([1, *(feature.period(program.plan) for feature in features())])
+    period = joint_of(program).period(program.plan)
     steps = max(steps, 2 * period + 1) if program.plan.trains_in_units else steps
     batches, how = draw_batches(program, example, size, steps, seed, partial(loss_of_copy, program, model, example))
     feeds = [split_batch(program, batch, local_batches) for batch in batches]
@@ -166,7 +166,7 @@ def _verification(
     gradient_error, parameter_error = max(gradients.values(), default=0.0), max(parameters.values(), default=0.0)
     holds = max(loss_error, gradient_error, parameter_error) <= tolerance
     notes = [*_notes(program, local_batches, zero), *notes, *_rounding(comparisons, zero)]
-    units = next(filter(None, (feature.units(program.plan) for feature in features())), "")
+    units = joint_of(program).what
     against = "one process" + f" that trains {len(comparisons)} {units} in turn and averages them" * bool(units)
     if not holds and program.plan.exact and first.exact is None and dtype != torch.float64:
         notes.append("it may be rounding, which BatchNorm over few examples magnifies: --dtype float64 shows whether")
@@ -207,14 +207,13 @@ def _largest(steps: Iterator[dict[str, float]]) -> dict[str, float]:
     return found
 
 
-def _notes(program: PlacedProgram, local_batches: Sequence[int], zero: set[str]) -> Iterator[str]:
+def _notes(program: LoweredProgram, local_batches: Sequence[int], zero: set[str]) -> Iterator[str]:
     plan = program.plan
     if not plan.exact:
         within = f"its ranks train by themselves within a {plan.cycle}, which"
         why = within if plan.trains_in_units else "an update in every microbatch"
         yield f"this plan is approximate: {why} is not the training of one process"
-    for feature in features():
-        yield from feature.notes(plan)
+    yield from joint_of(program).notes(plan)
     if (whole := plan.global_batch) > sum(local_batches):
         yield f"with {sum(local_batches)} of the plan's {whole} examples a step, in its proportions"
     if zero:

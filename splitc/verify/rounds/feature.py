@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram
 from splitc.runtime.spec import Rounds
-from splitc.verify.features import STATISTICS, Feature, Joint
+from splitc.verify.features import STATISTICS, Joint
 from splitc.verify.replay import Trained
 
 State = dict[str, Tensor]
@@ -23,6 +23,7 @@ class Copies(Joint):
     shares: of units, of examples.
     """
 
+    what = "copies"
     separates = True
 
     def __init__(self, program: LoweredProgram, model: nn.Module, units: Sequence[Trained]) -> None:
@@ -33,6 +34,20 @@ class Copies(Joint):
         assert program.plan.rounds is not None
         self._rounds = program.plan.rounds
         self._outer = _Outer(self._rounds, units[0].state, model)
+
+    @staticmethod
+    def concerns(program: LoweredProgram) -> bool:
+        return program.plan.rounds is not None
+
+    @staticmethod
+    def period(plan: Plan) -> int:
+        return min(plan.rounds.steps, 2) if plan.rounds and not plan.rounds.in_turns else 1
+
+    @staticmethod
+    def notes(plan: Plan) -> Iterator[str]:
+        if plan.rounds and (plan.rounds.in_turns or plan.rounds.steps > 2):
+            few = "1 update, so that turns of fragments are not verified" if plan.rounds.in_turns else "2 updates"
+            yield f"losses are those of the units, in rounds of {few}; the plan has rounds of {plan.rounds.steps}"
 
     def end(self, number: int, before: State) -> None:
         states = [unit.state for unit in self.units]
@@ -60,25 +75,7 @@ class Copies(Joint):
         return torch.ones_like(tensor)
 
 
-class InRounds(Feature):
-    """Units that train copies of the model."""
-
-    def joint(self, program: LoweredProgram) -> type[Joint] | None:
-        return Copies if program.plan.rounds else None
-
-    def period(self, plan: Plan) -> int:
-        return min(plan.rounds.steps, 2) if plan.rounds and not plan.rounds.in_turns else 1
-
-    def units(self, plan: Plan) -> str:
-        return "copies" if plan.rounds else ""
-
-    def notes(self, plan: Plan) -> Iterator[str]:
-        if plan.rounds and (plan.rounds.in_turns or plan.rounds.steps > 2):
-            few = "1 update, so that turns of fragments are not verified" if plan.rounds.in_turns else "2 updates"
-            yield f"losses are those of the units, in rounds of {few}; the plan has rounds of {plan.rounds.steps}"
-
-
-FEATURE = InRounds()
+JOINT = Copies
 
 
 class _Outer:

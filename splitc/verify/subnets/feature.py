@@ -21,7 +21,6 @@ from splitc.ir.subnets.neurons import find_neurons
 from splitc.runtime.seeded.draws import Label, Layout
 from splitc.runtime.spec import Neurons
 from splitc.runtime.subnets.deal import indices
-from splitc.verify.features import Feature, Joint
 from splitc.verify.replay import Replay, Trained
 from splitc.verify.rounds.feature import Copies, State
 
@@ -56,12 +55,22 @@ class _Masked(Replay):
 class MaskedCopies(Copies):
     """Copies of which each unit trains its neurons alone."""
 
+    what = "masked subnets"
     has_gradients = False
 
     def __init__(self, program: LoweredProgram, model: nn.Module, units: Sequence[Trained]) -> None:
         super().__init__(program, model, units)
         self._dealt = {name: dims for stage in program.stages for name, dims in stage.dealt.items()}
         self._drawn, self._momenta = dict(_drawn(program)), dict[Tensor, Tensor]()
+
+    @staticmethod
+    def concerns(program: LoweredProgram) -> bool:
+        return any(stage.dealt for stage in program.stages)
+
+    @staticmethod
+    def notes(plan: Plan) -> Iterator[str]:
+        yield "gradients of subnets are compared by the parameters that they lead to"
+        yield from Copies.notes(plan)
 
     def replay(self, number: int, unit: int, step: int) -> Replay:
         weights = [(p, self._dealt[name]) for name, p in self.model.named_parameters() if name in self._dealt]
@@ -95,21 +104,7 @@ class MaskedCopies(Copies):
         return own
 
 
-class Subnets(Feature):
-    """Units that train masked copies."""
-
-    def joint(self, program: LoweredProgram) -> type[Joint] | None:
-        return MaskedCopies if any(stage.dealt for stage in program.stages) else None
-
-    def units(self, plan: Plan) -> str:
-        return "masked subnets" if plan.deals else ""
-
-    def notes(self, plan: Plan) -> Iterator[str]:
-        if plan.deals:
-            yield "gradients of subnets are compared by the parameters that they lead to"
-
-
-FEATURE = Subnets()
+JOINT = MaskedCopies
 
 
 def _drawn(program: LoweredProgram) -> Iterator[tuple[Label, Sequence[Neurons]]]:

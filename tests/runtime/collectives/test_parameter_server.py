@@ -18,7 +18,6 @@ from splitc.capture.example.example import Example
 from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.checks.graph import every_layer_placed
-from splitc.checks.servers import served_parameters_are_pulled
 from splitc.compiled import CompiledProgram, Settings
 from splitc.errors import InternalError
 from splitc.ir.comm_ops import pull
@@ -32,6 +31,7 @@ from splitc.ir.shares import share_out
 from splitc.ir.wire import wire
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.rewriting import ON_THE_GRAPH, ON_THE_STAGES
+from splitc.passes.servers.insert_pulls import served_parameters_are_pulled
 from splitc.passes.split_ranks import SplitRanks
 from splitc.passes.use_plan import UsePlan
 from splitc.runtime.servers import parameter_server as machinery
