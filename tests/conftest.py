@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from math import inf
 from pathlib import Path
 
 import pytest
 import torch
-
-from splitc.report import what_if
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -41,19 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 os.environ["SPLITC_CACHE"] = "off"  # tests see what is computed, and processes that they start do too
+os.environ["SPLITC_ADVICE"] = "0"  # it plans dozens of times
 torch.set_num_threads(1)  # simulated ranks are threads already; more of them fight for the cores
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _no_advice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give up advice at once, which plans dozens of times; in tests of advice never, however slow the machine is."""
-    wanted = request.node.get_closest_marker("advice") is not None
-    monkeypatch.setattr(what_if, "_PATIENCE", inf if wanted else 0.0)
 
 
 @pytest.fixture

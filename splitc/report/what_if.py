@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from splitc.strategies.data_parallel import DataParallel
 _PRECISION = 0.03  # of a breakpoint
 _STEPS = 2  # to simulate: transfers of the first may still be under way in the second
 _FAR = 64  # times the bandwidth or the batch, for advice
-_PATIENCE = 30.0  # seconds, for what nobody asked for by name
+_PATIENCE = 30.0  # seconds, for what nobody asked for by name; the environment's SPLITC_ADVICE goes before it
 _MOST_MEMORY = 2**30  # times what a rank has
 
 
@@ -122,6 +123,15 @@ def quantities(place: Place, program: Program, exact: bool = False, patience: fl
     )
 
 
+def _patience() -> float:
+    """Seconds that advice may take."""
+    given = os.environ.get("SPLITC_ADVICE", _PATIENCE)
+    try:
+        return float(given)
+    except ValueError:
+        raise PlacementError(f"SPLITC_ADVICE is {given!r}; it must be a number of seconds, 0 for none") from None
+
+
 # -- where the choice flips --------------------------------------------------------------------------------------------
 
 
@@ -188,7 +198,7 @@ def advice(place: Place, program: Program, plan: Plan) -> str:
     """Return `3 of 4 ranks are idle: from 13.0 Gbit/s, 4 ranks are faster`; "" if none is, or a strategy was named.
 
     Where all work, it says whether one rank alone is as fast with as many examples.
-    Raises TimeoutError when that takes more than half a minute.
+    Raises TimeoutError when that takes more than half a minute, or SPLITC_ADVICE seconds.
     """
     idle = _idle(plan)
     if not isinstance(place.strategy, Auto):
@@ -196,7 +206,7 @@ def advice(place: Place, program: Program, plan: Plan) -> str:
     if not idle:
         return _alone(place, program, plan)
     found = [
-        (each, each.boundary(_idle, each.reach(_FAR))) for each in quantities(place, program, patience=_PATIENCE)[:2]
+        (each, each.boundary(_idle, each.reach(_FAR))) for each in quantities(place, program, patience=_patience())[:2]
     ]
     changes = [f"from {each.text(limits[1])}" for each, limits in found if limits]
     changes += _accumulating(place, program)
@@ -248,9 +258,9 @@ def _idle(plan: Plan | None) -> int:
 def what_fits(place: Place, program: Program) -> str:
     """Return the smallest changes with which a request would fit; "" if memory is not all that it lacks.
 
-    Raises TimeoutError when that takes more than half a minute.
+    Raises TimeoutError when that takes more than half a minute, or SPLITC_ADVICE seconds.
     """
-    _, batch, world, memory, parts = quantities(place, program, True, _PATIENCE)
+    _, batch, world, memory, parts = quantities(place, program, True, _patience())
     if memory.plan(memory.now * _MOST_MEMORY) is None:
         return ""
     ranks = min(8, (place.cluster.world or inf) / place.world)

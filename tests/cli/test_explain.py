@@ -124,9 +124,11 @@ def test_the_command_asks_for_a_layer_or_for_the_sensitivity(capsys: Capture, li
 
 
 @pytest.mark.slow
-@pytest.mark.advice
 @pytest.mark.usefixtures("_net")
-def test_a_report_and_a_build_say_what_would_put_idle_ranks_to_work(capsys: Capture) -> None:
+def test_a_report_and_a_build_say_what_would_put_idle_ranks_to_work(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPLITC_ADVICE", "inf")
     line = "1 of 2 ranks is idle"
     asked = "net.py --world 2 -q --global-batch 1"
     assert line in splitc(capsys, f"inspect {asked}").out

@@ -25,7 +25,12 @@ from tests.support.compiled import analyse
 
 NAMES = ["bandwidth", "batch", "world", "memory"]
 SLOW = 2e9  # bytes/s, for which one rank is faster than two
-pytestmark = pytest.mark.advice
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advice takes as long as it takes, however slow the machine is."""
+    monkeypatch.setenv("SPLITC_ADVICE", "inf")
 
 
 @cache
@@ -187,12 +192,15 @@ def test_what_does_not_fit_for_another_reason_gets_no_advice_about_memory() -> N
 def test_advice_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = place(bandwidth=1e9)
     plan = slow.run(model()).plan
-    monkeypatch.setattr(what_if, "_PATIENCE", 0.0)
+    monkeypatch.setenv("SPLITC_ADVICE", "0")
     with pytest.raises(TimeoutError):
         advice(slow, model(), plan)
     with pytest.raises(PlacementError) as raised:
         specialise(model(), Settings(2, cluster=slow.cluster, memory=1e6))
     assert not getattr(raised.value, "__notes__", [])
+    monkeypatch.setenv("SPLITC_ADVICE", "soon")
+    with pytest.raises(PlacementError, match="SPLITC_ADVICE is 'soon'; it must be a number of seconds, 0 for none"):
+        advice(slow, model(), plan)
 
 
 @pytest.mark.slow
