@@ -15,7 +15,7 @@ from splitc.capture.validate.python_state import python_state
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.compute.counting import OpCounter
-from splitc.ir.graph import is_region
+from splitc.ir.graph import copy_graph, is_region
 from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.passes.planner.strategy import Strategy
@@ -38,7 +38,27 @@ def compiled(
     settings = Settings(world, strategy=strategy, **{"cluster": CLUSTER, **options})
     bound = Example.bind(model, example, target, loss)
     program = analysed or _known(model, bound, settings.autocast)
-    return CompiledProgram(specialise(program, settings), model, bound, settings)
+    key = id(program), repr(settings)
+    if key not in _LOWERED:
+        if len(_LOWERED) == 128:
+            _LOWERED.clear()
+        _LOWERED[key] = program, specialise(program, settings)
+    return CompiledProgram(_copied(_LOWERED[key][1]), model, bound, settings)
+
+
+_LOWERED: dict[tuple[int, str], tuple[Program, LoweredProgram]] = {}
+"""A program, which keeps its id, and settings -> what it was lowered to."""
+
+
+def _copied(program: LoweredProgram) -> LoweredProgram:
+    """The program with graphs of its own, which a test may edit."""
+    parts = {
+        name: _copied(part)
+        for name in ("evaluation", "outputs")
+        if isinstance(part := getattr(program, name), LoweredProgram)
+    }
+    stages = tuple(replace(stage, graph=copy_graph(stage.graph)[0]) for stage in program.stages)
+    return replace(program, graph=copy_graph(program.graph)[0], stages=stages, **parts)
 
 
 def analyse(model: nn.Module, example: Any, target: Any = None, loss: Any = None, **options: Any) -> Program:

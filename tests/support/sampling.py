@@ -29,6 +29,17 @@ def sampled(
     return pytest.mark.parametrize(names, [cell(case) for case in cases], ids=ids)
 
 
+def in_tiers(name: str, cases: Iterable[Any], *, one_in: int) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` over two lists of cases: the first of every `one_in`, and the others, which are slow.
+
+    For cases that take no longer than a test does by itself: the test walks through its list.
+    """
+    cases = list(cases)
+    others = [case for place, case in enumerate(cases) if place % one_in]
+    cells = [pytest.param(cases[::one_in], id="everyday"), pytest.param(others, id="others", marks=pytest.mark.slow)]
+    return pytest.mark.parametrize(name, cells)
+
+
 def staggered(one_in: int, **values: Iterable[Any]) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize` over all combinations; one in so many runs every day, and each value is among those."""
     dims = [list(each) for each in values.values()]
