@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.capturing import here, refusal, validated
 from tests.support.models import CLASSES, made
-from tests.support.sampling import sampled
+from tests.support.sampling import in_tiers
 
 MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "centred": lambda m, x: m.fc(x - x.mean(0)),
@@ -54,11 +54,12 @@ MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@sampled("name", MODELS, one_in=3)
-def test_a_model_that_couples_examples_is_refused_on_a_constant_example(name: str) -> None:
-    model = made(MODELS[name], fc=nn.Linear(6, CLASSES))
-    target = torch.zeros(8, dtype=torch.long)
-    assert "couples examples" in refusal(model, torch.zeros(8, 6), target, F.cross_entropy)
+@in_tiers("cases", MODELS, one_in=3)
+def test_a_model_that_couples_examples_is_refused_on_a_constant_example(cases: list[Any]) -> None:
+    for name in cases:
+        model = made(MODELS[name], fc=nn.Linear(6, CLASSES))
+        target = torch.zeros(8, dtype=torch.long)
+        assert "couples examples" in refusal(model, torch.zeros(8, 6), target, F.cross_entropy), name
 
 
 def test_the_line_where_examples_begin_to_depend_on_each_other_is_named() -> None:
@@ -97,8 +98,11 @@ SEPARATE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@sampled("name", SEPARATE, one_in=3)
-def test_a_model_that_treats_examples_apart_is_let_through(name: str) -> None:
-    model = made(SEPARATE[name], fc=nn.Linear(6, CLASSES), bn=nn.BatchNorm1d(6))
-    program = validated(model, torch.zeros(8, 6), torch.zeros(8, dtype=torch.long), F.cross_entropy)
-    assert not program.coupled and program.notes == () and [t.kind for t in program.loss_terms] == ["weighted"]
+@in_tiers("cases", SEPARATE, one_in=3)
+def test_a_model_that_treats_examples_apart_is_let_through(cases: list[Any]) -> None:
+    for name in cases:
+        model = made(SEPARATE[name], fc=nn.Linear(6, CLASSES), bn=nn.BatchNorm1d(6))
+        program = validated(model, torch.zeros(8, 6), torch.zeros(8, dtype=torch.long), F.cross_entropy)
+        assert not program.coupled and program.notes == () and [t.kind for t in program.loss_terms] == ["weighted"], (
+            name
+        )

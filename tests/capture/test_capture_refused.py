@@ -113,10 +113,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_a_graph_cannot_hold_is_refused_with_a_remedy(name: str) -> None:
-    make, text = REFUSED[name]
-    assert text in refusal(make(), vectors()(), labels()(), F.cross_entropy)
+def test_a_model_that_a_graph_cannot_hold_is_refused_with_a_remedy() -> None:
+    for name in REFUSED:
+        make, text = REFUSED[name]
+        assert text in refusal(make(), vectors()(), labels()(), F.cross_entropy), name
 
 
 def test_all_that_is_wrong_with_a_model_is_said_at_once() -> None:
@@ -148,10 +148,10 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_that_does_not_fit_is_told_how_it_should_look(name: str) -> None:
-    model, example, text = EXAMPLES[name]
-    assert text in refusal(model, example, labels()(), F.cross_entropy)
+def test_an_example_that_does_not_fit_is_told_how_it_should_look() -> None:
+    for name in EXAMPLES:
+        model, example, text = EXAMPLES[name]
+        assert text in refusal(model, example, labels()(), F.cross_entropy), name
 
 
 def test_loss_and_target_go_together() -> None:

@@ -92,6 +92,7 @@ class Nodes(nn.Module):
 
 NODES = torch.randn(9, 5), torch.randint(0, 9, (2, 20)), torch.tensor([1, 4, 2, 7, 8, 0])
 BAGS = bags([3, 1, 4, 2, 5, 2])
+NAMED = dict(zip(("indices", "offsets"), bags([3, 1, 4, 2, 5, 2], True), strict=True))
 
 
 def made(
@@ -109,9 +110,9 @@ def made(
     ("model", "example", "batch"),
     [
         pytest.param(Bag(drop=0.5), BAGS, of_bags, marks=pytest.mark.slow),
-        (Bag(last=True), dict(zip(("indices", "offsets"), bags([3, 1, 4, 2, 5, 2], True), strict=True)), of_bags_alone),
+        pytest.param(Bag(last=True), NAMED, of_bags_alone, marks=pytest.mark.slow),
         (Graphs(), graphs([3, 2, 4, 3, 5, 2]), of_graphs),
-        (Nodes(), NODES, {"x": None, "edge_index": None}),
+        pytest.param(Nodes(), NODES, {"x": None, "edge_index": None}, marks=pytest.mark.slow),
     ],
     ids=["dropout", "by name", "graphs", "nodes"],
 )

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from splitc.capture.example.example import Example, inputs_and_target
 from splitc.errors import CaptureError
 from tests.support.compiled import compiled
-from tests.support.sampling import sampled
 
 
 class Net(nn.Module):
@@ -92,18 +91,19 @@ def evidence(output: tuple[Tensor, ...], weight: float = 1.0) -> Tensor:
 OF_OUTPUT = [("layer_separation", [evidence, lambda output: output[0].abs().mean()]), ("data_parallel", evidence)]
 
 
-@sampled(("strategy", "loss"), OF_OUTPUT, one_in=2)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "loss"), OF_OUTPUT)
 def test_a_loss_of_the_output_alone_needs_no_target(strategy: str, loss: Any) -> None:
     program = compiled(Autoencoder(), torch.randn(4, 3), None, loss, 2, strategy)
     assert program.verify(dtype=torch.float64).holds
 
 
-@pytest.mark.parametrize(
-    "loss", [F.cross_entropy, nn.MSELoss(), [evidence, F.mse_loss], lambda made, mean, *more: made]
-)
-def test_a_loss_that_takes_more_than_the_output_needs_a_target(loss: Any) -> None:
-    with pytest.raises(CaptureError, match=r"no target, and it takes more than the output; .* loss=lambda output: ..."):
-        Example.bind(Autoencoder(), torch.randn(4, 3), None, loss)
+def test_a_loss_that_takes_more_than_the_output_needs_a_target() -> None:
+    for loss in [F.cross_entropy, nn.MSELoss(), [evidence, F.mse_loss], lambda made, mean, *more: made]:
+        with pytest.raises(
+            CaptureError, match=r"no target, and it takes more than the output; .* loss=lambda output: ..."
+        ):
+            Example.bind(Autoencoder(), torch.randn(4, 3), None, loss)
 
 
 def of_two(output: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -123,12 +123,12 @@ DIVIDED: dict[str, tuple[nn.Module, Any, list[Any], int, int | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", DIVIDED)
-def test_what_forward_and_loss_take_tells_inputs_from_targets(name: str) -> None:
-    model, loss, batch, count, parts = DIVIDED[name]
-    inputs, target = inputs_and_target(model, loss, batch)
-    assert len(inputs) == count if isinstance(inputs, list) else inputs is batch[0]
-    assert target is None if parts is None else len(target) == (parts or len(LABELS))
+def test_what_forward_and_loss_take_tells_inputs_from_targets() -> None:
+    for name in DIVIDED:
+        model, loss, batch, count, parts = DIVIDED[name]
+        inputs, target = inputs_and_target(model, loss, batch)
+        assert len(inputs) == count if isinstance(inputs, list) else inputs is batch[0], name
+        assert target is None if parts is None else len(target) == (parts or len(LABELS)), name
 
 
 def test_a_batch_that_forward_and_loss_do_not_take_is_refused() -> None:
@@ -138,6 +138,7 @@ def test_a_batch_that_forward_and_loss_do_not_take_is_refused() -> None:
             inputs_and_target(Autoencoder(), loss, batch)
 
 
+@pytest.mark.slow
 def test_a_hook_of_the_model_gets_what_was_given_by_position() -> None:
     model = nn.Sequential(nn.Linear(3, 2))
     model.register_forward_pre_hook(lambda module, given: (given[0] * 2,))

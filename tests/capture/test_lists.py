@@ -115,6 +115,7 @@ def test_a_list_of_images_may_have_a_target_and_a_loss_apart() -> None:
     assert program.verify(dtype=torch.float64).holds
 
 
+@pytest.mark.slow
 def test_lists_train_by_servers_and_are_refused_where_they_would_be_moved() -> None:
     assert made(Detector(), strategy="parameter_server").verify(dtype=torch.float64).holds
     with pytest.raises(PlacementError, match="a function divides the examples"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.capturing import captured, refusal, validated
 from tests.support.models import CLASSES, made
-from tests.support.sampling import sampled
+from tests.support.sampling import in_tiers
 
 CE = F.cross_entropy
 Loss = Callable[..., Tensor]
@@ -78,10 +79,13 @@ COUPLED: dict[str, Loss] = {
 }
 
 
-@sampled("name", COUPLED, one_in=3)
-def test_a_loss_that_is_not_linear_over_examples_is_refused_on_a_constant_example(name: str) -> None:
-    said = refusal(nn.Linear(6, CLASSES), torch.zeros(8, 6), (torch.zeros(8, CLASSES), torch.ones(8)), COUPLED[name])
-    assert "couples examples" in said
+@in_tiers("cases", COUPLED, one_in=3)
+def test_a_loss_that_is_not_linear_over_examples_is_refused_on_a_constant_example(cases: list[Any]) -> None:
+    for name in cases:
+        said = refusal(
+            nn.Linear(6, CLASSES), torch.zeros(8, 6), (torch.zeros(8, CLASSES), torch.ones(8)), COUPLED[name]
+        )
+        assert "couples examples" in said, name
 
 
 QUOTIENTS: dict[str, Loss] = {
@@ -102,13 +106,14 @@ QUOTIENTS: dict[str, Loss] = {
 }
 
 
-@sampled("name", QUOTIENTS, one_in=4)
-def test_a_denominator_is_found_however_it_is_written(name: str) -> None:
-    program = captured(
-        nn.Linear(6, CLASSES), torch.randn(8, 6), (torch.randn(8, CLASSES), torch.rand(8)), QUOTIENTS[name]
-    )
-    assert program.loss_terms[0].kind == "sum"
-    assert any(term.kind.endswith("denominator") for term in program.loss_terms)
+@in_tiers("cases", QUOTIENTS, one_in=4)
+def test_a_denominator_is_found_however_it_is_written(cases: list[Any]) -> None:
+    for name in cases:
+        program = captured(
+            nn.Linear(6, CLASSES), torch.randn(8, 6), (torch.randn(8, CLASSES), torch.rand(8)), QUOTIENTS[name]
+        )
+        assert program.loss_terms[0].kind == "sum", name
+        assert any(term.kind.endswith("denominator") for term in program.loss_terms), name
 
 
 def test_a_numerator_of_parameters_counts_once_over_a_denominator_of_the_batch() -> None:
@@ -141,11 +146,12 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
 }
 
 
-@sampled("name", LOSSES, one_in=3)
-def test_a_sum_or_a_mean_is_let_through(name: str) -> None:
-    loss, kinds = LOSSES[name]
-    program = validated(nn.Linear(6, CLASSES), torch.zeros(8, 6), (torch.zeros(8, CLASSES), torch.ones(8)), loss)
-    assert [term.kind for term in program.loss_terms] == kinds
+@in_tiers("cases", LOSSES, one_in=3)
+def test_a_sum_or_a_mean_is_let_through(cases: list[Any]) -> None:
+    for name in cases:
+        loss, kinds = LOSSES[name]
+        program = validated(nn.Linear(6, CLASSES), torch.zeros(8, 6), (torch.zeros(8, CLASSES), torch.ones(8)), loss)
+        assert [term.kind for term in program.loss_terms] == kinds, name
 
 
 def test_coupled_nodes_are_recorded_in_the_order_of_the_graph() -> None:

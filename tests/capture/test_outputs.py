@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,13 +53,10 @@ def test_what_depends_on_parameters_that_the_loss_does_not_reach_is_left_out() -
     assert str(marked.args[0]) == "(fc, None)"
 
 
-@pytest.mark.parametrize(
-    ("run", "text"),
-    [
+def test_without_an_output_for_each_example_there_is_a_reason() -> None:
+    for run, text in [
         (lambda m, x: {"loss": m.fc(x).mean()}, "the model returns nothing but its loss"),
         (lambda m, x: {"loss": m.fc(x).square().mean(), "first": m.fc(x)[0:1] * x}, "takes particular examples"),
-    ],
-)
-def test_without_an_output_for_each_example_there_is_a_reason(run: Any, text: str) -> None:
-    program = analyse(made(run, fc=nn.Linear(8, 8)), torch.randn(4, 8))
-    assert isinstance(program.outputs, Refusal) and text in program.outputs.why
+    ]:
+        program = analyse(made(run, fc=nn.Linear(8, 8)), torch.randn(4, 8))
+        assert isinstance(program.outputs, Refusal) and text in program.outputs.why

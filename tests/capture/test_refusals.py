@@ -186,14 +186,14 @@ MAY_NOT: list[tuple[Run, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("run", "text", "children"), MAY_NOT, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_forward_is_refused_at_its_line_with_a_remedy(run: Run, text: str, children: dict[str, Any]) -> None:
-    said = refusal(made(run, **children), vectors()(), labels()(), F.cross_entropy)
-    line = here(run)
-    file, _, number = line.partition(":")
-    for back in (2, 1):
-        text = text.replace(f"HERE - {back}", f"{file}:{int(number) - back}")
-    assert said.startswith(f"{line}: ") and text.replace("HERE", line) in said
+def test_a_forward_is_refused_at_its_line_with_a_remedy() -> None:
+    for run, text, children in MAY_NOT:
+        said = refusal(made(run, **children), vectors()(), labels()(), F.cross_entropy)
+        line = here(run)
+        file, _, number = line.partition(":")
+        for back in (2, 1):
+            text = text.replace(f"HERE - {back}", f"{file}:{int(number) - back}")
+        assert said.startswith(f"{line}: ") and text.replace("HERE", line) in said
 
 
 TABLE_OPTIONS = [
@@ -239,13 +239,13 @@ UNUSUAL: dict[str, tuple[Callable[..., Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [*zip(UNUSUAL, ("x", "target", "x"), strict=True)])
-def test_a_batch_without_plain_memory_is_refused_in_one_line(kind: str, name: str) -> None:
-    change, remedy = UNUSUAL[kind]
-    batch = {"x": vectors()(), "target": torch.randn(4, CLASSES)}
-    batch[name] = change(batch[name])
-    said = refusal(made(lambda m, x: m.fc(x)), batch["x"], batch["target"], F.mse_loss)
-    assert said == f"{name} is {kind}, whose examples ranks cannot take apart; give {name}{remedy}"
+def test_a_batch_without_plain_memory_is_refused_in_one_line() -> None:
+    for kind, name in [*zip(UNUSUAL, ("x", "target", "x"), strict=True)]:
+        change, remedy = UNUSUAL[kind]
+        batch = {"x": vectors()(), "target": torch.randn(4, CLASSES)}
+        batch[name] = change(batch[name])
+        said = refusal(made(lambda m, x: m.fc(x)), batch["x"], batch["target"], F.mse_loss)
+        assert said == f"{name} is {kind}, whose examples ranks cannot take apart; give {name}{remedy}"
 
 
 def test_an_operation_that_fails_may_be_caught_as_in_the_model() -> None:
@@ -257,10 +257,10 @@ def test_an_operation_that_fails_may_be_caught_as_in_the_model() -> None:
     captured(made(run), vectors()(), labels()(), F.cross_entropy)
 
 
-@pytest.mark.parametrize(("draw", "where"), [(random.random, "Python's random"), (np.random.rand, "numpy.random")])
-def test_numbers_drawn_in_python_are_refused(draw: Callable[[], float], where: str) -> None:
-    said = refusal(made(lambda m, x: m.fc(x * float(draw()))), vectors()(), labels()(), F.cross_entropy)
-    assert said.startswith(f"Made: forward draws numbers from {where}")
+def test_numbers_drawn_in_python_are_refused() -> None:
+    for draw, where in [(random.random, "Python's random"), (np.random.rand, "numpy.random")]:
+        said = refusal(made(lambda m, x, draw=draw: m.fc(x * float(draw()))), vectors()(), labels()(), F.cross_entropy)
+        assert said.startswith(f"Made: forward draws numbers from {where}")
 
 
 def test_a_function_compiled_by_torch_jit_is_refused(recwarn: pytest.WarningsRecorder) -> None:

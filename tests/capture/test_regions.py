@@ -19,7 +19,7 @@ from splitc.ir.program import Program, TensorSpec
 from splitc.ir.regions import OwnCode, Unread, regions
 from tests.support import untraceable
 from tests.support.capturing import capture, validated
-from tests.support.sampling import sampled
+from tests.support.sampling import in_tiers
 from tests.support.untraceable import CLASSES, FEATURES, Perceptron
 
 X, Y = torch.randn(4, FEATURES), torch.randint(0, CLASSES, (4,))
@@ -48,11 +48,15 @@ def test_the_smallest_module_around_a_line_is_a_region_and_the_rest_is_traced() 
     assert not program.tensors["middle.0.scale"].persistent
 
 
-@pytest.mark.parametrize(
-    "kind", [untraceable.Rows, untraceable.Scripted, untraceable.Vectorised, untraceable.Normed, untraceable.KeptSign]
-)
-def test_data_in_python_scripts_transforms_and_functions_are_regions(kind: type[nn.Module]) -> None:
-    assert found(traced(Perceptron(kind()))).keys() == {"middle.0"}
+def test_data_in_python_scripts_transforms_and_functions_are_regions() -> None:
+    for kind in [
+        untraceable.Rows,
+        untraceable.Scripted,
+        untraceable.Vectorised,
+        untraceable.Normed,
+        untraceable.KeptSign,
+    ]:
+        assert found(traced(Perceptron(kind()))).keys() == {"middle.0"}, kind
 
 
 def test_modules_of_a_class_that_fail_at_one_line_are_regions_together() -> None:
@@ -106,11 +110,11 @@ def test_the_whole_model_may_be_a_region() -> None:
     assert [layer.name for layer in program.layers] == ["model"]
 
 
-@pytest.mark.parametrize("loss", [untraceable.finite_loss, untraceable.FiniteLoss()])
-def test_a_loss_may_be_a_region(loss: Any) -> None:
-    own = found(traced(Perceptron(), loss))["loss"]
-    assert own.is_function is not isinstance(loss, nn.Module)
-    assert own.code == (None if isinstance(loss, nn.Module) else "tests.support.untraceable:finite_loss")
+def test_a_loss_may_be_a_region() -> None:
+    for loss in [untraceable.finite_loss, untraceable.FiniteLoss()]:
+        own = found(traced(Perceptron(), loss))["loss"]
+        assert own.is_function is not isinstance(loss, nn.Module), loss
+        assert own.code == (None if isinstance(loss, nn.Module) else "tests.support.untraceable:finite_loss"), loss
 
 
 def test_a_loss_that_cannot_be_traced_beside_an_attribute_of_its_name_is_refused_by_that_name() -> None:
@@ -295,10 +299,11 @@ MIXED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 }
 
 
-@sampled("how", MIXED, one_in=3)
-def test_a_number_of_several_examples_that_leaves_tensors_couples_them_whatever_it_is_here(how: str) -> None:
-    what, function = MIXED[how]
-    assert f"the loss couples examples: {what}" in coupling(function)
+@in_tiers("cases", MIXED, one_in=3)
+def test_a_number_of_several_examples_that_leaves_tensors_couples_them_whatever_it_is_here(cases: list[Any]) -> None:
+    for how in cases:
+        what, function = MIXED[how]
+        assert f"the loss couples examples: {what}" in coupling(function), how
 
 
 def _dropped_by_route(x: Tensor) -> Tensor:
@@ -317,9 +322,9 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("how", DRAWN)
-def test_random_numbers_that_are_not_drawn_for_the_examples_in_order_couple_them(how: str) -> None:
-    assert "random numbers" in coupling(DRAWN[how])
+def test_random_numbers_that_are_not_drawn_for_the_examples_in_order_couple_them() -> None:
+    for how in DRAWN:
+        assert "random numbers" in coupling(DRAWN[how]), how
 
 
 class Teacher(nn.Module):
@@ -343,10 +348,10 @@ MOVED: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("how", MOVED)
-def test_an_average_that_begins_as_a_copy_is_kept_for_the_next_batch(how: str) -> None:
-    own = found(traced(Perceptron(Teacher(MOVED[how]))))["middle.0"]
-    assert own.keeps == {"middle.0.slow"} and own.keeps_rows
+def test_an_average_that_begins_as_a_copy_is_kept_for_the_next_batch() -> None:
+    for how in MOVED:
+        own = found(traced(Perceptron(Teacher(MOVED[how]))))["middle.0"]
+        assert own.keeps == {"middle.0.slow"} and own.keeps_rows, how
 
 
 def _written(x: Tensor) -> Tensor:
@@ -381,9 +386,10 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@sampled("how", APART, one_in=3)
-def test_numbers_of_single_examples_leave_tensors_freely(how: str) -> None:
-    assert coupling(APART[how]) == ""
+@in_tiers("cases", APART, one_in=3)
+def test_numbers_of_single_examples_leave_tensors_freely(cases: list[Any]) -> None:
+    for how in cases:
+        assert coupling(APART[how]) == "", how
 
 
 TABLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -20,7 +20,7 @@ from splitc.ir.program import SizeSpec
 from splitc.ir.regions import regions
 from tests.support.capturing import captured, forward_lines, node
 from tests.support.models import BATCH, Encoder, labels, made, padded
-from tests.support.sampling import sampled
+from tests.support.sampling import in_tiers
 
 Run = Callable[..., Any]
 OFFSET = torch.linspace(0, 1, 8)
@@ -259,18 +259,19 @@ MAY: dict[str, tuple[Run, tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@sampled("name", MAY, one_in=2)
-def test_a_forward_may_use(name: str) -> None:
-    run, shape, children = MAY[name]
-    program = captured(made(run, **children), batch(*shape), labels()(), F.cross_entropy)
-    assert not list(regions(program))
-    assert not any(is_proxy(v) for m in program.root.modules() for v in (*vars(m).values(), *m.buffers()))
+@in_tiers("cases", MAY, one_in=2)
+def test_a_forward_may_use(cases: list[Any]) -> None:
+    for name in cases:
+        run, shape, children = MAY[name]
+        program = captured(made(run, **children), batch(*shape), labels()(), F.cross_entropy)
+        assert not list(regions(program)), name
+        assert not any(is_proxy(v) for m in program.root.modules() for v in (*vars(m).values(), *m.buffers())), name
 
 
-@pytest.mark.parametrize("name", ["lambda_", "zero_", "rand", "size"])
-def test_a_layer_may_have_the_name_of_an_operation(name: str) -> None:
-    model = made(lambda m, x: m.fc(getattr(m, name)(x)), **{name: nn.Linear(8, 8)})
-    assert name in {layer.name for layer in captured(model, batch(), labels()(), F.cross_entropy).layers}
+def test_a_layer_may_have_the_name_of_an_operation() -> None:
+    for name in ["lambda_", "zero_", "rand", "size"]:
+        model = made(lambda m, x, name=name: m.fc(getattr(m, name)(x)), **{name: nn.Linear(8, 8)})
+        assert name in {layer.name for layer in captured(model, batch(), labels()(), F.cross_entropy).layers}, name
 
 
 def test_dropout_inside_attention_becomes_a_dropout_of_its_own() -> None:

@@ -15,7 +15,7 @@ from splitc.capture.trace.proxy import is_proxy
 from tests.support.capturing import captured, refusal, validated
 from tests.support.compiled import analyse
 from tests.support.models import BATCH, CASES, CLASSES, Made, labels, made, vectors
-from tests.support.sampling import sampled
+from tests.support.sampling import in_tiers
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 CE = F.cross_entropy
@@ -92,10 +92,11 @@ LOSSES: dict[str, tuple[Any, Callable[[], Tensor], list[str]]] = {
 }
 
 
-@sampled("name", LOSSES, one_in=4)
-def test_every_term_of_a_loss_is_a_sum_or_a_mean_over_examples(name: str) -> None:
-    loss, target, expected = LOSSES[name]
-    assert kinds(loss, target()) == expected
+@in_tiers("cases", LOSSES, one_in=4)
+def test_every_term_of_a_loss_is_a_sum_or_a_mean_over_examples(cases: list[Any]) -> None:
+    for name in cases:
+        loss, target, expected = LOSSES[name]
+        assert kinds(loss, target()) == expected, name
 
 
 def test_a_penalty_on_parameters_counts_once_however_many_ranks_add_it() -> None:
@@ -118,13 +119,14 @@ def test_the_first_examples_may_all_be_ignored() -> None:
     assert [term.kind for term in validated(net(), rows(), target, CE).loss_terms] == ["weighted"]
 
 
-@sampled("dtype", [torch.bfloat16, torch.float16], one_in=2)
-def test_sums_and_means_of_numbers_that_cancel_are_told_apart_in_half_precision(dtype: torch.dtype) -> None:
-    model = nn.Linear(8, 64).to(dtype)
-    for _ in range(3):
-        x, y = rows().to(dtype), torch.randn(6, 64).to(dtype)
-        for loss, kind in ((lambda o, y: (o * y).mean(), "mean"), (lambda o, y: (o * y).sum(), "sum")):
-            assert [term.kind for term in validated(model, x, y, loss).loss_terms] == [kind]
+@in_tiers("cases", [torch.bfloat16, torch.float16], one_in=2)
+def test_sums_and_means_of_numbers_that_cancel_are_told_apart_in_half_precision(cases: list[Any]) -> None:
+    for dtype in cases:
+        model = nn.Linear(8, 64).to(dtype)
+        for _ in range(3):
+            x, y = rows().to(dtype), torch.randn(6, 64).to(dtype)
+            for loss, kind in ((lambda o, y: (o * y).mean(), "mean"), (lambda o, y: (o * y).sum(), "sum")):
+                assert [term.kind for term in validated(model, x, y, loss).loss_terms] == [kind]
 
 
 @pytest.mark.slow
@@ -169,12 +171,12 @@ COUPLED: dict[str, tuple[Loss, Callable[[], Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", COUPLED)
-def test_a_loss_that_couples_examples_is_refused_by_name_and_line(name: str) -> None:
-    loss, target, text = COUPLED[name]
-    said = refusal(net(), rows(), target(), loss)
-    line, _, said = said.partition(": ")
-    assert line.startswith("test_validate.py:") and text.replace("HERE", line) in said
+def test_a_loss_that_couples_examples_is_refused_by_name_and_line() -> None:
+    for name in COUPLED:
+        loss, target, text = COUPLED[name]
+        said = refusal(net(), rows(), target(), loss)
+        line, _, said = said.partition(": ")
+        assert line.startswith("test_validate.py:") and text.replace("HERE", line) in said, name
 
 
 def test_a_root_over_the_batch_is_refused_where_the_examples_lose_alike() -> None:
@@ -279,32 +281,36 @@ def test_a_model_that_insists_on_float32_is_compared_in_it_bit_by_bit() -> None:
     assert validated(made(run, fc=nn.Linear(8, CLASSES)), rows(), classes(), CE).notes == ()
 
 
-@sampled("seed", range(4), one_in=4)
-def test_no_initialisation_of_a_convolutional_network_is_refused(seed: int) -> None:
-    torch.manual_seed(seed)
-    program = validated(*CASES["alexnet"].make())
-    assert not program.in_batch and [term.kind for term in program.loss_terms] == ["weighted"]
+@in_tiers("cases", range(4), one_in=4)
+def test_no_initialisation_of_a_convolutional_network_is_refused(cases: list[Any]) -> None:
+    for seed in cases:
+        torch.manual_seed(seed)
+        program = validated(*CASES["alexnet"].make())
+        assert not program.in_batch and [term.kind for term in program.loss_terms] == ["weighted"]
 
 
-@sampled("name", CASES, one_in=12)
-def test_no_model_of_the_tests_couples_examples(name: str) -> None:
-    program = validated(*CASES[name].make())
-    assert not program.in_batch and program.notes == ()
+@in_tiers("cases", CASES, one_in=12)
+def test_no_model_of_the_tests_couples_examples(cases: list[Any]) -> None:
+    for name in cases:
+        program = validated(*CASES[name].make())
+        assert not program.in_batch and program.notes == (), name
 
 
 def test_one_example_is_enough() -> None:
     assert captured(net(), torch.randn(1, 8), torch.tensor([2]), CE).batch == 1
 
 
-@sampled("dtype", [torch.bfloat16, torch.float32, torch.float16], one_in=3)
-def test_a_gradient_that_is_zero_by_mathematics_may_be_any_rounding_error(dtype: torch.dtype) -> None:
-    def run(m: Any, x: Tensor) -> Tensor:  # softmax does not see what every key has: the gradient of k.bias is noise
+@in_tiers("cases", [torch.bfloat16, torch.float32, torch.float16], one_in=3)
+def test_a_gradient_that_is_zero_by_mathematics_may_be_any_rounding_error(cases: list[Any]) -> None:
+    """Softmax does not see what every key has: the gradient of k.bias is noise."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
         return m.fc(F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x), dropout_p=0.1).mean(1))
 
-    for _ in range(3):
-        children = {name: nn.Linear(8, 8) for name in "qkv"}
-        model, x, y = Made(run, fc=nn.Linear(8, CLASSES), **children).to(dtype), torch.randn(BATCH, 6, 8), labels()()
-        validated(model, x.to(dtype), y, CE)
+    for dtype in 3 * cases:
+        children = {name: nn.Linear(8, 8) for name in ("q", "k", "v", "fc")}
+        x, y = torch.randn(BATCH, 6, 8, dtype=dtype), torch.randint(8, (BATCH,))
+        validated(Made(run, **children).to(dtype), x, y, CE)
 
 
 class _Convolved(TorchDispatchMode):

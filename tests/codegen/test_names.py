@@ -16,7 +16,7 @@ from splitc.compiled import CompiledProgram
 from splitc.ir.names import is_attribute, is_ours, is_role, prose, quoted
 from splitc.ir.program import Program
 from tests.support.compiled import analyse, compiled
-from tests.support.sampling import sampled
+from tests.support.sampling import in_tiers, sampled
 
 BOMB = "raise_(SystemExit)"
 TEXTS = [
@@ -172,14 +172,15 @@ def shape(text: str) -> list[str]:
 OF_TEXTS = list(zip(TEXTS, cycle(["modulo_shard(mp=2)", "parameter_server(servers=1)", "single_device"])))
 
 
-@sampled(("text", "strategy"), OF_TEXTS, one_in=4)
-def test_no_text_changes_the_code_that_stands_around_it(text: str, strategy: str) -> None:
-    usual, hostile = files("Net", strategy), files(text, strategy)
-    assert usual.keys() == hostile.keys()
-    for name in usual:
-        if name.endswith(".py"):
-            assert shape(hostile[name]) == shape(usual[name]), name
-            assert BOMB not in [line.strip() for line in hostile[name].splitlines()]
+@in_tiers("cases", OF_TEXTS, one_in=4)
+def test_no_text_changes_the_code_that_stands_around_it(cases: list[Any]) -> None:
+    for text, strategy in cases:
+        usual, hostile = files("Net", strategy), files(text, strategy)
+        assert usual.keys() == hostile.keys()
+        for name in usual:
+            if name.endswith(".py"):
+                assert shape(hostile[name]) == shape(usual[name]), name
+                assert BOMB not in [line.strip() for line in hostile[name].splitlines()]
 
 
 def test_a_literal_is_the_text_and_prose_stays_inside_its_docstring() -> None:

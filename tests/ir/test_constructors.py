@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import nn
 
@@ -42,26 +39,29 @@ class Own(nn.Linear):
     """A module of the user."""
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
+def test_a_module_that_trains_otherwise_than_a_constructed_one_is_traced_through() -> None:
+    for module in [
         hooked(),
         Own(3, 4),
         nn.ReLU(),
         nn.Sequential(nn.Linear(3, 4)),
         nn.BatchNorm1d(3).eval(),
         nn.MultiheadAttention(8, 2, dropout=0.1),
-    ],
-    ids=["hook", "subclass", "no parameters", "children", "evaluation", "dropout"],
-)
-def test_a_module_that_trains_otherwise_than_a_constructed_one_is_traced_through(module: nn.Module) -> None:
-    assert construction(module) is None
+    ]:
+        assert construction(module) is None, module
 
 
-@pytest.mark.parametrize(
-    "value",
-    [1, -0.5, float("inf"), True, None, 'a "b" \\ \n', (1,), (2, (3.0, "x")), torch.float16, torch.device("cpu")],
-    ids=repr,
-)
-def test_a_literal_evaluates_to_its_value(value: Any) -> None:
-    assert eval(literal(value), {"torch": torch}) == value
+def test_a_literal_evaluates_to_its_value() -> None:
+    for value in [
+        1,
+        -0.5,
+        float("inf"),
+        True,
+        None,
+        'a "b" \\ \n',
+        (1,),
+        (2, (3.0, "x")),
+        torch.float16,
+        torch.device("cpu"),
+    ]:
+        assert eval(literal(value), {"torch": torch}) == value

@@ -17,16 +17,9 @@ def cost(batch: int, flops: float, nbytes: float, saved: float) -> LayerCost:
 LINE = CostLine(cost(4, 400.0, 100.0, 64.0), cost(8, 800.0, 140.0, 128.0))
 
 
-def test_a_line_is_exact_at_the_two_batches_that_were_counted() -> None:
-    assert LINE.at(4) == LINE.small
-    assert LINE.at(8) == LINE.large
-
-
-def test_between_and_beyond_them_every_number_is_on_the_line() -> None:
+def test_every_number_is_on_the_line_through_the_two_batches_that_were_counted_and_none_below_zero() -> None:
+    assert LINE.at(4) == LINE.small and LINE.at(8) == LINE.large
     assert LINE.at(6) == cost(6, 600, 120, 96)
     assert LINE.at(16) == cost(16, 1600, 220, 256)
-
-
-def test_no_number_falls_below_zero() -> None:
     steep = CostLine(cost(4, 100.0, 10.0, 8.0), cost(8, 800.0, 140.0, 128.0)).at(1)
     assert [op.flops for op in steep.ops] == [0.0, 0.0, 0.0] and steep.saved_bytes == 0.0

@@ -25,7 +25,6 @@ from splitc.runtime.transport.simulated import run_ranks
 from tests.cost_models.simulation.test_timeline import toy
 from tests.support.compiled import class_batch, compiled
 from tests.support.ranks import sgd, worker_of
-from tests.support.sampling import sampled
 
 J = 5
 
@@ -104,7 +103,8 @@ def test_a_simulated_rank_computes_its_share_and_exchanges_once_a_round() -> Non
     assert found.phases[0].sent_bytes == pytest.approx(sum(op.per_step for op in wire(program, 0)))
 
 
-@sampled("n", [3, 4], one_in=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [3, 4])
 def test_ranks_send_what_3_4_says(n: int) -> None:
     """Within 3 % from the third round on, when all of the optimizer's state travels too."""
     N, steps = (125, 500, 500, 25), 2

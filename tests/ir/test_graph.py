@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -48,24 +45,19 @@ def test_a_tied_parameter_is_read_under_its_first_name() -> None:
     assert reads == {"a": ("a.weight", "a.bias"), "b": ("a.weight", "b.bias")}
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "changes"),
-    [
+def test_norms_change_running_statistics_where_they_use_those_of_the_batch() -> None:
+    for function, arguments, changes in [
         (F.batch_norm, {"running_mean": "x", "running_var": "x", "training": True}, True),
         (F.batch_norm, {"running_mean": "x", "running_var": "x"}, False),
         (F.batch_norm, {"training": True}, False),
         (F.instance_norm, {"running_mean": "x", "running_var": "x"}, True),
         (F.instance_norm, {"running_mean": "x", "running_var": "x", "use_input_stats": False}, False),
         (F.layer_norm, {"normalized_shape": (3,)}, False),
-    ],
-)
-def test_norms_change_running_statistics_where_they_use_those_of_the_batch(
-    function: Any, arguments: dict[str, Any], changes: bool
-) -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    norm = graph.call_function(function, (x,), {k: x if v == "x" else v for k, v in arguments.items()})
-    assert changes_statistics(norm) is changes
+    ]:
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        norm = graph.call_function(function, (x,), {k: x if v == "x" else v for k, v in arguments.items()})
+        assert changes_statistics(norm) is changes
 
 
 def test_an_assignment_changes_a_copy_and_passes_the_gradient_of_what_is_left() -> None:

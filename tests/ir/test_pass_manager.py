@@ -60,13 +60,19 @@ def test_a_broken_promise_names_the_pass_and_every_problem() -> None:
         run_passes(program(), [PromisesCosts()])
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    (units.nbytes(234_500_000), "234 MB"), (units.nbytes(0), "0 B"), (units.nbytes(1_024), "1.02 kB"),
-    (units.count(58_631_144), "58.6 M"), (units.flops(2.4e11), "240 GFLOP"), (units.seconds(0.00031), "310 us"),
-    (units.seconds(0), "0 s"), (units.seconds(12.3), "12.3 s"), (units.bandwidth(1.25e9), "10.0 Gbit/s"),
-])  # fmt: skip
-def test_numbers_are_scaled_only_when_printed(text: str, expected: str) -> None:
-    assert text == expected
+def test_numbers_are_scaled_only_when_printed() -> None:
+    for text, expected in [
+        (units.nbytes(234_500_000), "234 MB"),
+        (units.nbytes(0), "0 B"),
+        (units.nbytes(1_024), "1.02 kB"),
+        (units.count(58_631_144), "58.6 M"),
+        (units.flops(2.4e11), "240 GFLOP"),
+        (units.seconds(0.00031), "310 us"),
+        (units.seconds(0), "0 s"),
+        (units.seconds(12.3), "12.3 s"),
+        (units.bandwidth(1.25e9), "10.0 Gbit/s"),
+    ]:
+        assert text == expected
 
 
 def test_specs_know_shapes_and_bytes_at_any_batch() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from itertools import pairwise, product
 
 import pytest
 
@@ -36,32 +35,30 @@ def test_shares_are_nearly_equal_and_the_first_are_the_larger() -> None:
     assert share_out(2, 3) == (0, 1, 2, 2)
 
 
-@pytest.mark.parametrize(("producers", "servers", "expected"), [
-    ((0, 4, 8, 12), 1, (0, 12)),
-    ((0, 4, 8, 12), 2, (0, 8, 12)),
-    ((0, 4, 8, 12, 16), 2, (0, 8, 16)),
-    ((0, 6), 4, (0, 2, 4, 5, 6)),
-])  # fmt: skip
-def test_a_server_takes_whole_producers_while_there_are_enough(
-    producers: tuple[int, ...], servers: int, expected: tuple[int, ...]
-) -> None:
-    assert serve(producers, servers) == expected
+def test_a_server_takes_whole_producers_while_there_are_enough() -> None:
+    for producers, servers, expected in [
+        ((0, 4, 8, 12), 1, (0, 12)),
+        ((0, 4, 8, 12), 2, (0, 8, 12)),
+        ((0, 4, 8, 12, 16), 2, (0, 8, 16)),
+        ((0, 6), 4, (0, 2, 4, 5, 6)),
+    ]:
+        assert serve(producers, servers) == expected
 
 
-@pytest.mark.parametrize(("n_c", "n_f", "batch"), [(3, 1, 10), (2, 3, 7), (5, 2, 13), (1, 4, 9), (4, 4, 4)])
-def test_routes_cover_every_example_once_and_both_sides_agree(n_c: int, n_f: int, batch: int) -> None:
-    made = plan(n_c, n_f, batch)
-    sent = [(rank, peer, a, b) for rank in made.roles["conv"] for peer, a, b in made.routes(rank, "conv", "fc")]
-    received = [(peer, rank, a, b) for rank in made.roles["fc"] for peer, a, b in made.routes(rank, "fc", "conv")]
-    assert sorted(sent) == sorted(received)
-    covered = sorted(example for _, _, a, b in sent for example in range(a, b))
-    assert covered == list(range(batch))
-    for rank in range(made.world):
-        (role,) = made.roles_of(rank)
-        start, stop = made.interval(role, rank)
-        parts = [(a, b) for _, a, b in made.routes(rank, role, "fc" if role == "conv" else "conv")]
-        assert parts[0][0] == start and parts[-1][1] == stop
-        assert all(left[1] == right[0] for left, right in pairwise(parts))
+def test_routes_cover_every_example_once_and_both_sides_agree() -> None:
+    for n_c, n_f, batch in [(3, 1, 10), (2, 3, 7), (5, 2, 13), (1, 4, 9), (4, 4, 4)]:
+        made = plan(n_c, n_f, batch)
+        sent = [(rank, peer, a, b) for rank in made.roles["conv"] for peer, a, b in made.routes(rank, "conv", "fc")]
+        received = [(peer, rank, a, b) for rank in made.roles["fc"] for peer, a, b in made.routes(rank, "fc", "conv")]
+        assert sorted(sent) == sorted(received)
+        covered = sorted(example for _, _, a, b in sent for example in range(a, b))
+        assert covered == list(range(batch))
+        for rank in range(made.world):
+            (role,) = made.roles_of(rank)
+            start, stop = made.interval(role, rank)
+            parts = [(a, b) for _, a, b in made.routes(rank, role, "fc" if role == "conv" else "conv")]
+            assert parts[0][0] == start and parts[-1][1] == stop
+            assert all(left[1] == right[0] for left, right in pairwise(parts))
 
 
 def in_both(scheme: str = "B/K", size: int = 2) -> Plan:
@@ -111,17 +108,16 @@ def test_groups_are_consecutive_ranks_and_replicas_hold_the_same_place_in_them()
     assert made.replicas("conv", 2) == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_microbatches_of_a_group_are_its_examples_once(scheme: str, size: int) -> None:
-    made = in_both(scheme, size)
-    number = made.groups["fc"].turns
-    assert number == made.turns("fc") == (1 if scheme == "BK" else size)
-    for rank in range(4):
-        sizes = [made.sizes_at("fc", rank, k) for k in range(number)]
-        assert all(len(each) == size for each in sizes)
-        assert [sum(own) for own in zip(*sizes, strict=True)] == [made.batch("fc", m) for m in made.group("fc", rank)]
-        assert made.peak_batch("fc", rank) == max(map(sum, sizes))
+def test_the_microbatches_of_a_group_are_its_examples_once() -> None:
+    for scheme, size in product(SCHEMES, (1, 2, 4)):
+        made = in_both(scheme, size)
+        number = made.groups["fc"].turns
+        assert number == made.turns("fc") == (1 if scheme == "BK" else size)
+        for rank in range(4):
+            sizes, group = [made.sizes_at("fc", rank, k) for k in range(number)], made.group("fc", rank)
+            assert all(len(each) == size for each in sizes)
+            assert [sum(own) for own in zip(*sizes, strict=True)] == [made.batch("fc", member) for member in group]
+            assert made.peak_batch("fc", rank) == max(map(sum, sizes))
 
 
 def test_the_schemes_take_all_examples_one_members_or_a_part_of_each_members() -> None:
@@ -131,15 +127,17 @@ def test_the_schemes_take_all_examples_one_members_or_a_part_of_each_members() -
     assert [in_both(scheme).peak_batch("fc", 2) for scheme in SCHEMES] == [8, 5, 5]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"groups": {"fc": Grouping(4)}}, {"groups": {"fc": Grouping(2, "B")}}, {"servers": (5,)}, {"overlap": False},
-        {"groups": {"fc": Grouping(2, "B/K", "every")}}, {"all_reduce": "backend"}, {"synchronised": True},
-    ],
-)  # fmt: skip
-def test_what_decides_the_programs_changes_the_hash(change: dict[str, Any]) -> None:
-    assert replace(in_both(), **change).hash != in_both().hash
+def test_what_decides_the_programs_changes_the_hash() -> None:
+    for change in [
+        {"groups": {"fc": Grouping(4)}},
+        {"groups": {"fc": Grouping(2, "B")}},
+        {"servers": (5,)},
+        {"overlap": False},
+        {"groups": {"fc": Grouping(2, "B/K", "every")}},
+        {"all_reduce": "backend"},
+        {"synchronised": True},
+    ]:
+        assert replace(in_both(), **change).hash != in_both().hash, change
 
 
 def test_a_prediction_changes_neither_the_hash_of_a_plan_nor_its_equality() -> None:
@@ -148,17 +146,17 @@ def test_a_prediction_changes_neither_the_hash_of_a_plan_nor_its_equality() -> N
     assert priced.samples_per_second == 6.0
 
 
-@pytest.mark.parametrize("name", ["mlp_modulo_4", "alexnet_mixed_4"])
-def test_a_plan_file_of_before_predictions_stood_apart_still_loads(name: str) -> None:
-    text = (GOLDEN / "old_plans" / f"{name}.json").read_text()
-    made, old = Plan.from_json(text), json.loads(text)
-    again = json.loads(made.to_json())
-    since = {"program_seconds": 0.0, "microbatches": 1}
-    candidates = [{**candidate, **since} for candidate in old["candidates"]]
-    expected = {**old, "advice": "", "program_seconds": 0.0, "candidates": candidates}
-    assert {**again, "hash": old["hash"]} == expected, "the file's keys and values, and what came since"
-    assert made.candidates[0].roles == {"all": (0,)} and made.prediction.cluster == "v100-10gbe"
-    assert len(made.prediction.phases) == made.world == 4
+def test_a_plan_file_of_before_predictions_stood_apart_still_loads() -> None:
+    for name in ["mlp_modulo_4", "alexnet_mixed_4"]:
+        text = (GOLDEN / "old_plans" / f"{name}.json").read_text()
+        made, old = Plan.from_json(text), json.loads(text)
+        again = json.loads(made.to_json())
+        since = {"program_seconds": 0.0, "microbatches": 1}
+        candidates = [{**candidate, **since} for candidate in old["candidates"]]
+        expected = {**old, "advice": "", "program_seconds": 0.0, "candidates": candidates}
+        assert {**again, "hash": old["hash"]} == expected, "the file's keys and values, and what came since"
+        assert made.candidates[0].roles == {"all": (0,)} and made.prediction.cluster == "v100-10gbe", name
+        assert len(made.prediction.phases) == made.world == 4, name
 
 
 def test_a_plan_reads_back_from_its_text() -> None:
@@ -167,10 +165,10 @@ def test_a_plan_reads_back_from_its_text() -> None:
     assert made.local_batches == (4, 4, 3) and made.reader == "conv" and made.global_batch == 11
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"schema": 1, "hash": "x"}', '{"schema": 2, "hash": "x"}'])
-def test_text_that_is_no_plan_is_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match=r"compile (again|the model again)"):
-        Plan.from_json(text)
+def test_text_that_is_no_plan_is_refused() -> None:
+    for text in ["", "{}", "[1]", '{"schema": 1, "hash": "x"}', '{"schema": 2, "hash": "x"}']:
+        with pytest.raises(LaunchError, match=r"compile (again|the model again)"):
+            Plan.from_json(text)
 
 
 def test_updates_in_every_microbatch_are_never_exact() -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from splitc.ir.printer import print_program, rank_graph, show_spec
-from splitc.ir.program import SizeSpec, Spec, TensorSpec
+from splitc.ir.program import SizeSpec, TensorSpec
 from splitc.passes.rewriting import lower
 from tests.support.pair import placed_pair
 
 
-@pytest.mark.parametrize(
-    ("spec", "text"),
-    [
+def test_the_batch_of_a_spec_is_b() -> None:
+    for spec, text in [
         (TensorSpec((1, 64, 55), torch.float32, 0), "f32[b, 64, 55]"),
         (TensorSpec((7, 6), torch.bfloat16, 0), "bf16[7*b, 6]"),
         (TensorSpec((7, 6), torch.int64), "i64[7, 6]"),
@@ -22,10 +20,8 @@ from tests.support.pair import placed_pair
         (SizeSpec(3, 2), "3*b + 2"),
         ((SizeSpec(2), None), "(2*b, )"),
         (None, ""),
-    ],
-)
-def test_the_batch_of_a_spec_is_b(spec: Spec, text: str) -> None:
-    assert show_spec(spec) == text
+    ]:
+        assert show_spec(spec) == text
 
 
 def test_a_lowered_program_ends_with_the_step_of_each_rank_program() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from splitc.ir.roles import STAGE_OF_ROLE, has_convolutions, role_names
-from tests.support.compiled import analyse
+from tests.support.capturing import capture
 from tests.support.models import Made
 
 
@@ -28,14 +27,12 @@ def test_a_pin_may_use_any_name_of_a_role() -> None:
 KERNEL = nn.Parameter(torch.ones(2, 1, 3, 3))
 
 
-@pytest.mark.parametrize(("model", "shape", "expected"), [
-    (nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()), (2, 1, 5, 5), True),
-    (nn.Sequential(nn.ConvTranspose1d(1, 2, 3), nn.Flatten()), (2, 1, 5), True),
-    (Made(lambda m, x: F.conv2d(x, m.kernel).flatten(1), kernel=KERNEL), (2, 1, 5, 5), True),
-    (nn.Sequential(nn.Linear(5, 4), nn.ReLU()), (2, 5), False),
-])  # fmt: skip
-def test_convolutions_are_found_in_modules_and_functions(
-    model: nn.Module, shape: tuple[int, ...], expected: bool
-) -> None:
-    program = analyse(model, (torch.randn(shape),), torch.tensor([0, 1]), F.cross_entropy)
-    assert has_convolutions(program) == expected
+def test_convolutions_are_found_in_modules_and_functions() -> None:
+    for model, shape, expected in [
+        (nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()), (2, 1, 5, 5), True),
+        (nn.Sequential(nn.ConvTranspose1d(1, 2, 3), nn.Flatten()), (2, 1, 5), True),
+        (Made(lambda m, x: F.conv2d(x, m.kernel).flatten(1), kernel=KERNEL), (2, 1, 5, 5), True),
+        (nn.Sequential(nn.Linear(5, 4), nn.ReLU()), (2, 5), False),
+    ]:
+        program = capture(model, (torch.randn(shape),), torch.tensor([0, 1]), F.cross_entropy)
+        assert has_convolutions(program) == expected, model

@@ -90,7 +90,7 @@ def timed(examples: int) -> tuple[Tensor, Tensor]:
     return torch.randn(examples, 3, 5), torch.randint(4, (examples,))
 
 
-@sampled(("k", "name"), list(enumerate(OF_STATES)), one_in=4)
+@sampled(("k", "name"), list(enumerate(OF_STATES)), one_in=10)
 def test_every_rank_counts_the_bytes_of_every_transition(k: int, name: str) -> None:
     program = of_states(name, (3, 2)[k % 2], global_batch=(None, 11, 12)[k % 3])
     assert_defined(program, timed(program.plan.global_batch))
@@ -108,7 +108,8 @@ def test_those_are_all_transitions() -> None:
 TIMED = ["late_multiply", "modulo_shard(mp=2,scheme=B/K)", "hybrid_single"]
 
 
-@sampled("strategy", TIMED, one_in=9)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", TIMED)
 def test_so_it_does_with_values_that_have_a_time_dimension(strategy: str) -> None:
     x, y = tokens(4)
     assert_defined(compiled(over_time(), (x,), y, token_loss, 4, strategy), tokens(16))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from splitc.ir.wire_op import Payload, What, WireOp
 
 
-@pytest.mark.parametrize(
-    ("payload", "text"),
-    [
+def test_a_payload_is_named_by_what_travels() -> None:
+    for payload, text in [
         (Payload(What.CUT, "cut0", "conv", "fc", rows=(2, 4)), "cut0.conv.fc[2:4]"),
         (Payload(What.CUT_GRADIENT, "cut0", "conv", "fc", rows=(2, 4)), "d_cut0.conv.fc[2:4]"),
         (Payload(What.ENTRY, "cut0", "fc", microbatch=1), "entry cut0[1]"),
@@ -22,10 +20,8 @@ from splitc.ir.wire_op import Payload, What, WireOp
         (Payload(What.PULL, "fc6.bias", "worker", rows=(0, 3), more=2), "pull fc6.bias[0:3] and 2 more"),
         (Payload(What.TIED, "embed.weight"), "tied embed.weight"),
         (Payload(What.LOSS), "loss"),
-    ],
-)
-def test_a_payload_is_named_by_what_travels(payload: Payload, text: str) -> None:
-    assert str(payload) == text
+    ]:
+        assert str(payload) == text
 
 
 def test_payloads_of_every_kind_have_texts_of_their_own() -> None:

@@ -171,6 +171,7 @@ def test_an_error_of_rank_0_in_making_the_worker_is_raised_on_every_rank() -> No
     assert on_ranks(2, run) == ["no plan", "rank 0 could not compile the program: PlacementError: no plan"]
 
 
+@pytest.mark.slow
 def test_a_second_model_of_the_same_code_is_planned_by_what_was_kept(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,25 +41,27 @@ def received(program: CompiledProgram, what: What, role: str) -> dict[int, list[
     return {rank: [op for op in ops[rank] if (op.payload.what, op.payload.name) == (what, "cut0")] for rank in ranks}
 
 
-@pytest.mark.parametrize(("n_c", "n_f"), [(1, 2), (3, 2), (2, 4)])
-def test_each_head_rank_receives_its_features_of_all_examples_and_nothing_twice(n_c: int, n_f: int) -> None:
-    program = separated(n_c, n_f, a=ROWS)
-    plan, examples = program.plan, program.plan.global_batch
-    assert (cut_of(program).arrives, cut_of(program).entry) == (State.FEATURES, None)
-    for what, role in ((What.CUT, "head"), (What.CUT_GRADIENT, "trunk")):
-        ops = [op for ops in received(program, what, role).values() for op in ops]
-        parts = [(range(*op.payload.rows), range(*op.payload.columns or (0, 9))) for op in ops]
-        elements = sorted((row, column) for rows, columns in parts for row in rows for column in columns)
-        assert elements == [(row, column) for row in range(examples) for column in range(9)]
-        assert sum(op.nbytes for op in ops) == examples * 9 * 8
-    for rank, ops in received(program, What.CUT, "head").items():
-        group = plan.group("head", rank)
-        width = (5, 4)[group.index(rank)]  # of 9 features
-        assert sum(op.nbytes for op in ops) == sum(plan.batch("head", member) for member in group) * width * 8
-    ops = [op for rank in range(plan.world) for op in wire(program.program, rank)]
-    assert not any(op.payload.what is What.ENTRY for op in ops)
+@pytest.mark.slow
+def test_each_head_rank_receives_its_features_of_all_examples_and_nothing_twice() -> None:
+    for n_c, n_f in [(1, 2), (3, 2), (2, 4)]:
+        program = separated(n_c, n_f, a=ROWS)
+        plan, examples = program.plan, program.plan.global_batch
+        assert (cut_of(program).arrives, cut_of(program).entry) == (State.FEATURES, None)
+        for what, role in ((What.CUT, "head"), (What.CUT_GRADIENT, "trunk")):
+            ops = [op for ops in received(program, what, role).values() for op in ops]
+            parts = [(range(*op.payload.rows), range(*op.payload.columns or (0, 9))) for op in ops]
+            elements = sorted((row, column) for rows, columns in parts for row in rows for column in columns)
+            assert elements == [(row, column) for row in range(examples) for column in range(9)]
+            assert sum(op.nbytes for op in ops) == examples * 9 * 8
+        for rank, ops in received(program, What.CUT, "head").items():
+            group = plan.group("head", rank)
+            width = (5, 4)[group.index(rank)]  # of 9 features
+            assert sum(op.nbytes for op in ops) == sum(plan.batch("head", member) for member in group) * width * 8
+        ops = [op for rank in range(plan.world) for op in wire(program.program, rank)]
+        assert not any(op.payload.what is What.ENTRY for op in ops)
 
 
+@pytest.mark.slow
 def test_whole_values_go_to_every_head_rank_and_each_returns_the_gradient_of_its_examples() -> None:
     program = separated(3, 2, a=WHOLE)
     assert cut_of(program).arrives is State.REPLICATE

@@ -114,6 +114,7 @@ def test_the_loss_reads_the_whole_and_its_gradient_is_not_summed() -> None:
     assert list(found.values())[-1] == "shard"
 
 
+@pytest.mark.slow
 def test_two_divided_readers_of_one_value_share_a_gather() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         h = F.relu(m.a(x))
@@ -170,6 +171,7 @@ def test_rows_after_columns_need_one_sum_and_no_gather_and_their_bias_is_added_a
     assert [str(n.target) for n in after.all_input_nodes if n.op == "get_attr"] == ["fc.bias"]
 
 
+@pytest.mark.slow
 def test_a_dropout_on_parts_draws_a_mask_for_its_part_and_one_on_the_whole_does_not() -> None:
     text = "".join(divided(ON_PARTS["dropout"], a=COLUMNS, fc=COLUMNS).files.values())
     assert re.search(r"comm\.dropout\(.*features=\d+", text)
@@ -211,24 +213,6 @@ def test_a_layer_divided_by_columns_reads_a_gathered_value() -> None:
     """)
 
 
-def test_a_layer_divided_by_rows_reads_a_shard_and_its_terms_are_summed() -> None:
-    program = placed(two_layers(), 2, "mixed", pins={"fc1": COLUMNS, "fc2": ROWS})
-    assert changes(AssignStates, program) == cleandoc("""
-    + target_head_group = modulo(target_head, partial=False) # f32[b, 5] head
-    + input_1_head_group = modulo(input_1_head, partial=False) # f32[b, 8] head
-    - fc1 = self.fc1(input_1_head) # f32[b, 6] head
-    + fc1 = self.fc1(input_1_head_group) # f32[b, 6] head
-    - fc2 = self.fc2(middle) # f32[b, 5] head
-    + fc2_weight = self.fc2.weight # head
-    + fc2_bias = self.fc2.bias # head
-    + fc2_part = linear(middle, fc2_weight) # f32[b, 5] head
-    + fc2_sum = reduce_from_group(fc2_part) # f32[b, 5] head
-    + fc2 = add(fc2_sum, fc2_bias) # f32[b, 5] head
-    - mse_loss = mse_loss(fc2, target_head, reduction='mean') # f32[] head
-    + mse_loss = mse_loss(fc2, target_head_group, reduction='mean') # f32[] head
-    """)
-
-
 def test_rows_read_a_slice_of_what_is_whole_and_sum_to_the_state_that_is_asked_for() -> None:
     program = placed(two_layers(), 2, "mixed", pins={"fc1": ROWS, "fc2": replace(ROWS, state="batch")})
     assert changes(AssignStates, program) == cleandoc("""
@@ -265,6 +249,7 @@ def test_functional_linear_layers_are_divided_by_columns_and_rows() -> None:
     assert program.verify(steps=2).holds
 
 
+@pytest.mark.slow
 def test_a_normalisation_after_rows_reads_the_whole_sum() -> None:
     """The last layer's outputs of independent subnets (IST 3.3), when ranks evaluate by their shards."""
     model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
@@ -276,6 +261,7 @@ def test_a_normalisation_after_rows_reads_the_whole_sum() -> None:
     assert shards["1.running_mean"] == 0 and "4.running_mean" not in shards
 
 
+@pytest.mark.slow
 def test_what_ranks_use_on_their_own_examples_is_summed_last() -> None:
     """The bias of a first layer is the last to have its gradient: no other bucket waits for it."""
     rows = Placement(group=2, holding="sharded", split="rows", state="batch")

@@ -19,7 +19,7 @@ from splitc.strategies.data_parallel import DataParallel
 from splitc.strategies.layer_separation import LayerSeparation
 from tests.support.small_programs import separable, small_cluster
 
-PLACE = Place(small_cluster(1e6), 4, Auto())  # proved: a plan with a gap is not kept
+PLACE = Place(small_cluster(1e6), 2, Auto())  # proved: a plan with a gap is not kept
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_another_request_is_searched_for(searched: list[str]) -> None:
     usual, program = replace(PLACE, strategy=DataParallel()), separable()
     others: dict[str, Callable[[], object]] = {
         "the same": lambda: usual.run(separable()),
-        "world": lambda: replace(usual, world=2).run(program),
+        "world": lambda: replace(usual, world=3).run(program),
         "cluster": lambda: replace(usual, cluster=small_cluster(2e6)).run(program),
         "option": lambda: replace(usual, strategy=DataParallel(sync_batchnorm=True)).run(program),
         "pins": lambda: replace(usual, pins={"fc1": "all"}).run(program),

@@ -48,6 +48,7 @@ def test_transitions_between_roles_train_as_one_process_does(world: int, schedul
         assert program.verify(dtype=torch.float64).holds
 
 
+@pytest.mark.slow
 def test_a_piece_is_computed_while_the_transition_of_another_one_travels() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5))
     program = divided(2, model=model, pins={"[02]": ROWS, "4": Placement(holding="sharded", split="rows")})
@@ -71,6 +72,7 @@ def test_the_plan_stays_as_it_was_decided() -> None:
     assert again.plan.roles == lowered.roles and again.plan.hash == read.hash
 
 
+@pytest.mark.slow
 def test_a_model_that_is_another_one_in_evaluation_stays_whole() -> None:
     class Modal(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import product
 
-import pytest
-
 from splitc.ir.placements import SCHEDULES
 from splitc.passes.grid import Cell, grid
 
@@ -27,28 +25,28 @@ def test_1f1b_keeps_as_many_in_flight_as_there_are_roles_to_come() -> None:
     assert shown(cells, {1}) == "F0 F1 B0 F2 B1 F3 B2 B3" and shown(cells, {2}) == "F0 B0 F1 B1 F2 B2 F3 B3"
 
 
-@pytest.mark.parametrize("order", SCHEDULES)
-def test_one_microbatch_goes_forward_through_the_roles_and_back(order: str) -> None:
-    expected = [Cell(role, True, 0) for role in range(3)] + [Cell(role, False, 0) for role in (2, 1, 0)]
-    assert all(grid(programs, [1, 1, 1], order) == expected for programs in ([{0}, {1}, {2}], [{0, 1, 2}]))
+def test_one_microbatch_goes_forward_through_the_roles_and_back() -> None:
+    for order in SCHEDULES:
+        expected = [Cell(role, True, 0) for role in range(3)] + [Cell(role, False, 0) for role in (2, 1, 0)]
+        assert all(grid(programs, [1, 1, 1], order) == expected for programs in ([{0}, {1}, {2}], [{0, 1, 2}]))
 
 
 def test_only_the_role_of_the_loss_may_have_several() -> None:
     assert shown(grid([{0, 1}], [1, 3], "all_forward"), {0, 1}) == "F0 F0 B0 F1 B1 F2 B2 B0"
 
 
-@pytest.mark.parametrize("order", SCHEDULES)
-def test_every_cell_comes_once_and_after_what_it_needs(order: str) -> None:
-    for programs, number in product(PROGRAMS, (1, 2, 3, 7)):
-        depth = max(map(max, programs)) + 1
-        cells = grid(programs, [number] * depth, order)
-        at = {cell: k for k, cell in enumerate(cells)}
-        assert len(at) == len(cells) == 2 * depth * number
-        for (role, forward, k), place in at.items():
-            assert forward or at[Cell(role, True, k)] < place
-            needed = Cell(role - 1, True, k) if forward else Cell(role + 1, False, k)
-            assert needed not in at or at[needed] < place
-            assert k == 0 or at[Cell(role, forward, k - 1)] < place
+def test_every_cell_comes_once_and_after_what_it_needs() -> None:
+    for order in SCHEDULES:
+        for programs, number in product(PROGRAMS, (1, 2, 3, 7)):
+            depth = max(map(max, programs)) + 1
+            cells = grid(programs, [number] * depth, order)
+            at = {cell: k for k, cell in enumerate(cells)}
+            assert len(at) == len(cells) == 2 * depth * number
+            for (role, forward, k), place in at.items():
+                assert forward or at[Cell(role, True, k)] < place
+                needed = Cell(role - 1, True, k) if forward else Cell(role + 1, False, k)
+                assert needed not in at or at[needed] < place
+                assert k == 0 or at[Cell(role, forward, k - 1)] < place
 
 
 def test_1f1b_bounds_what_is_in_flight() -> None:

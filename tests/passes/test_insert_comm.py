@@ -16,38 +16,6 @@ from tests.support.compiled import compiled
 from tests.support.printed import placed, printed, program_after, two_layers
 
 
-def test_the_gradients_of_a_replicated_role_are_all_reduced() -> None:
-    program = placed(two_layers(), 2, "data_parallel")
-    assert printed(program_after(InsertComm, program)) == cleandoc("""
-    def Sequential(input, target):
-        input_1 = input                                                       # f32[b, 8]  all
-        target = input                                                        # f32[b, 5]  all
-        fc1 = self.fc1(input_1)                                               # f32[b, 6]  all
-        middle = relu(fc1)                                                    # f32[b, 6]  all
-        fc2 = self.fc2(middle)                                                # f32[b, 5]  all
-        mse_loss = mse_loss(fc2, target, reduction='mean')                    # f32[]  all
-        mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  all
-        all_reduce = all_reduce(role='all', parameters=('fc1.weight', 'fc1.bias', 'fc2.weight', 'fc2.bias'))  # all
-        return mse_loss_scale_by_share
-    """)
-
-
-def test_the_gradients_of_workers_are_pushed_to_servers() -> None:
-    program = placed(two_layers(), 3, "parameter_server(servers=1)")
-    assert printed(program_after(InsertComm, program)) == cleandoc("""
-    def Sequential(input, target):
-        input_1 = input                                                       # f32[b, 8]  worker
-        target = input                                                        # f32[b, 5]  worker
-        fc1 = self.fc1(input_1)                                               # f32[b, 6]  worker
-        middle = relu(fc1)                                                    # f32[b, 6]  worker
-        fc2 = self.fc2(middle)                                                # f32[b, 5]  worker
-        mse_loss = mse_loss(fc2, target, reduction='mean')                    # f32[]  worker
-        mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  worker
-        push = push(role='worker', parameters=('fc1.weight', 'fc1.bias', 'fc2.weight', 'fc2.bias'))  # worker
-        return mse_loss_scale_by_share
-    """)
-
-
 def test_values_that_another_role_reads_are_sent_and_received() -> None:
     program = placed(two_layers(), 3, "layer_separation(n_c=2, n_f=1)")
     assert printed(program_after(InsertComm, program)) == cleandoc("""
@@ -135,12 +103,14 @@ def test_what_reads_a_device_or_a_size_comes_after_the_tensor_that_has_it() -> N
         assert names.index(value.name) < names.index(reader.name)
 
 
-@pytest.mark.parametrize("strategy", ["layer_separation", pytest.param("modulo_shard", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["layer_separation", "modulo_shard"])
 def test_positions_made_early_on_the_device_of_the_input_train_as_in_one_process(strategy: str) -> None:
     batch = torch.randn(4, 8), torch.randn(4, 5)
     assert compiled(_Positions(), *batch, _squares, 2, strategy).verify(dtype=torch.float64).holds
 
 
+@pytest.mark.slow
 def test_a_role_that_receives_nothing_reads_a_device_off_its_inputs() -> None:
     def loss(scores: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(scores, target.to(scores.device))

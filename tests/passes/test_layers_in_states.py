@@ -104,6 +104,7 @@ def test_the_shift_of_language_models_keeps_logits_divided(world: int, shift: st
     assert "comm.cross_entropy(" in "".join(program.files.values())
 
 
+@pytest.mark.slow
 def test_a_pin_of_the_layer_to_replicate_gathers_its_logits_as_splitbrain_does() -> None:
     ids = torch.randint(VOCABULARY, (7, 5))
     program = trained(CausalLM("logits"), (ids, ids.clone()), 2, lm_head=pin(2, "columns", "replicate"))
@@ -131,12 +132,14 @@ def classifier(options: dict[str, Any], classes: int = VOCABULARY) -> nn.Module:
     return model
 
 
-@sampled(("world", "name"), turns(LOSSES), one_in=4)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "name"), turns(LOSSES))
 def test_every_cross_entropy_is_exact_on_divided_logits(world: int, name: str) -> None:
     program = trained(classifier(LOSSES[name]), vectors(), world, fc=pin(world, "columns"), a=pin(world, "columns"))
     assert count(program, comm_ops.cross_entropy) == 1
 
 
+@pytest.mark.slow
 def test_a_loss_of_each_example_is_exact_on_divided_logits() -> None:
     def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(net.fc(x), y, reduction="none").square().mean()
@@ -145,12 +148,14 @@ def test_a_loss_of_each_example_is_exact_on_divided_logits() -> None:
     assert count(program, comm_ops.cross_entropy) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("classes", "divided"), [(6, 0), (7, 1)])
 def test_logits_stay_divided_where_sums_are_fewer_numbers_than_the_logits(classes: int, divided: int) -> None:
     program = trained(classifier({}, classes), vectors(classes=classes), 2, fc=pin(2, "columns"))
     assert count(program, comm_ops.cross_entropy) == divided
 
 
+@pytest.mark.slow
 def test_the_wire_has_the_maximum_and_the_sums_of_a_divided_cross_entropy() -> None:
     program = trained(classifier({"label_smoothing": 0.1}), vectors(), 2, fc=pin(2, "columns")).program
     found = [op.shape[0] for op in wire(program, 0) if op.payload.name == "cross_entropy"]
@@ -188,14 +193,16 @@ def sequences(function: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return made(run, a=nn.Linear(8, 12)), (torch.randn(6, 3, 8, dtype=torch.float64),)
 
 
-@sampled(("world", "name"), turns(ON_SLICES), one_in=5)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "name"), turns(ON_SLICES))
 def test_what_leaves_the_last_dim_whole_runs_on_slices_of_features(world: int, name: str) -> None:
     program = trained(*sequences(ON_SLICES[name]), world, a=pin(world, "columns"))
     (gathered,) = (node for node in program.program.graph.nodes if node.target is shard)
     assert gathered.all_input_nodes[0].op != "call_module" and "tanh" not in gathered.name, gathered
 
 
-@sampled("name", ON_WHOLE, one_in=6)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_WHOLE)
 def test_what_reads_or_moves_features_reads_the_whole(name: str) -> None:
     program = trained(*sequences(ON_WHOLE[name]), 2, a=pin(2, "columns"))
     assert [node.name for node in program.program.graph.nodes if node.target is shard] == ["tanh_whole"]
@@ -204,7 +211,8 @@ def test_what_reads_or_moves_features_reads_the_whole(name: str) -> None:
 # -- constants and parameters of elementwise functions -----------------------------------------------------------------
 
 
-@sampled("world", (4, 3), one_in=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", (4, 3))
 def test_a_parameter_of_each_feature_is_divided_with_them(world: int) -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         return (torch.tanh(net.a(x)) * net.gain + net.offset).square().mean()
@@ -216,7 +224,8 @@ def test_a_parameter_of_each_feature_is_divided_with_them(world: int) -> None:
     assert dict(stage.shards) == {"a.weight": 0, "a.bias": 0, "gain": 0, "offset": 1}
 
 
-@sampled("world", (4, 3), one_in=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", (4, 3))
 def test_a_constant_of_each_feature_and_a_parameter_that_others_read_are_sliced(world: int) -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         return (torch.tanh(net.a(x)) * net.mask + net.gain).square().mean() + (net.gain**2).sum() * x.mean()
@@ -228,7 +237,8 @@ def test_a_constant_of_each_feature_and_a_parameter_that_others_read_are_sliced(
     assert count(program, slice_features) == 2
 
 
-@sampled("world", (4, 3), one_in=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", (4, 3))
 def test_the_gradient_of_a_number_for_all_features_is_summed_over_the_group(world: int) -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         return (torch.tanh(net.a(x)) * net.gain + net.offset).square().mean()
@@ -248,7 +258,8 @@ def language(world: int, *, tied: bool = False, **pins: Placement) -> CompiledPr
     return trained(CausalLM("logits", tied), (ids, ids.clone()), world, **pins)
 
 
-@sampled(("world", "split", "state"), turns(TABLES), one_in=3)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "split", "state"), turns(TABLES))
 def test_an_embedding_is_divided_by_rows_or_columns_to_any_state(
     world: int, split: str | None, state: str | None
 ) -> None:
@@ -276,6 +287,7 @@ def test_tied_layers_that_are_divided_unlike_each_other_are_refused_by_name(spli
         language(2, tied=True, wte=pin(2, split), lm_head=pin(2, "columns"))
 
 
+@pytest.mark.slow
 def test_rows_of_padding_have_no_gradient_and_a_table_may_have_fewer_rows_than_ranks() -> None:
     def run(net: Any, ids: Tensor) -> Tensor:
         return net.fc(net.table(ids) + F.embedding(ids, net.small, -1)).square().mean()
@@ -297,12 +309,14 @@ def test_rows_of_padding_have_no_gradient_and_a_table_may_have_fewer_rows_than_r
 STATES = [("batch", "replicate"), ("replicate", "batch"), ("batch", "batch")]
 
 
-@sampled(("world", "first", "second"), turns(STATES), one_in=3)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "first", "second"), turns(STATES))
 def test_each_use_of_a_tied_parameter_is_brought_to_the_same_sum(world: int, first: str, second: str) -> None:
     language(world, tied=True, wte=pin(world, state=first), lm_head=pin(world, state=second))
 
 
-@sampled(("world", "first", "second"), turns(STATES), one_in=3)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "first", "second"), turns(STATES))
 def test_so_is_that_of_a_parameter_of_which_another_layer_reads_a_part(world: int, first: str, second: str) -> None:
     def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(net.fc(net.a(x) * net.gain) * net.gain[:5], y)
@@ -349,7 +363,8 @@ def test_batch_norm_over_examples_runs_in_every_state(world: int, split: str | N
     assert ("norm.running_mean" in stage.shards) == (split is not None)
 
 
-@sampled("world", [4, 2], one_in=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [4, 2])
 def test_a_synchronised_norm_of_own_examples_normalises_over_all_ranks_of_the_role(world: int) -> None:
     def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(net.fc(torch.relu(net.norm(net.a(x)))), y)

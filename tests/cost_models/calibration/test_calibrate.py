@@ -66,15 +66,17 @@ def test_a_line_through_exact_points_is_found() -> None:
         assert fit_line(points) == pytest.approx((latency, bandwidth), rel=1e-6, abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_moves_a_line_by_no_more_than_itself(seed: int) -> None:
-    noise = random.Random(seed)
-    points = [
-        (1.0, n, (1e-4 + n / 1e8) * noise.uniform(0.9, 1.1)) for n in (64, 2048, 1e5, 1e6, 4e6, 8e6) for _ in range(3)
-    ]
-    latency, bandwidth = fit_line(points)
-    assert latency == pytest.approx(1e-4, rel=0.1)
-    assert bandwidth == pytest.approx(1e8, rel=0.1)
+def test_noise_moves_a_line_by_no_more_than_itself() -> None:
+    for seed in range(5):
+        noise = random.Random(seed)
+        points = [
+            (1.0, n, (1e-4 + n / 1e8) * noise.uniform(0.9, 1.1))
+            for n in (64, 2048, 1e5, 1e6, 4e6, 8e6)
+            for _ in range(3)
+        ]
+        latency, bandwidth = fit_line(points)
+        assert latency == pytest.approx(1e-4, rel=0.1)
+        assert bandwidth == pytest.approx(1e8, rel=0.1)
 
 
 def test_a_line_has_no_negative_latency_and_no_more_bandwidth_than_was_seen_where_it_falls() -> None:
@@ -522,14 +524,14 @@ def started(*arguments: object, folder: Path, launcher: list[str] | None = None)
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_command_measures_this_machine_on_real_ranks_and_writes_a_cluster(tmp_path: Path) -> None:
-    process = started("-o", "mine.toml", "--budget", 2, "--ranks", 2, folder=tmp_path)
+    process = started("-o", "mine.toml", "--budget", 1, "--ranks", 2, folder=tmp_path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     cluster = load_cluster(tmp_path / "mine.toml")
     assert cluster.name == "mine" and set(cluster.link.collectives) == set(COLLECTIVES)
     assert re.search(r"^message, 64 B +\S+ \w+ +\S+ \w+ +[+-]\d+ %$", out, re.MULTILINE)
     assert out.endswith("--cluster mine.toml\n") and "wrote mine.toml" in out
-    assert "splitc: measuring 2 ranks for about 2 s" in err
+    assert "splitc: measuring 2 ranks for about 1 s" in err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
 
 
@@ -550,8 +552,7 @@ def test_under_torchrun_separate_ranks_are_measured_and_only_rank_0_prints(tmp_p
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_no_process_and_no_file(number: int, tmp_path: Path) -> None:
+def test_an_interrupt_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     process = started("-o", "mine.toml", "--budget", 100, "--ranks", 2, folder=tmp_path)
     assert process.stderr is not None
     lines = []
@@ -561,7 +562,7 @@ def test_an_interrupt_leaves_no_process_and_no_file(number: int, tmp_path: Path)
             break
     ranks = _descendants(process.pid)
     assert len(ranks) >= 3  # torchrun and two ranks
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, "".join(lines) + err
     assert err.splitlines()[-1] == "splitc: stopped" and out == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,22 +53,19 @@ def test_a_linear_layer_multiplies_once_forward_and_twice_backward() -> None:
     assert (forward.op_class, forward.flops, forward.kernel_launches) == ("matmul", 2 * N * IN * OUT, 1)
     assert forward.bytes_accessed == FLOAT * (N * IN + IN * OUT + OUT + N * OUT)
     assert (backward.flops, backward.kernel_launches) == (4 * N * IN * OUT, 2)
+    assert of(nn.Linear(IN, OUT), N, IN, first=True)["mm", True].flops == 2 * N * IN * OUT, "of the weight alone"
     assert backward.bytes_accessed == 2 * FLOAT * (
         N * OUT + N * IN + IN * OUT
     )  # both read the gradient and one of x, W; both write one
 
 
-def test_a_first_linear_layer_has_one_product_backward() -> None:
-    assert of(nn.Linear(IN, OUT), N, IN, first=True)["mm", True].flops == 2 * N * IN * OUT
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_a_convolution_divides_its_work_by_its_groups(groups: int) -> None:
-    found = of(nn.Conv2d(4, 8, 3, padding=1, groups=groups), N, 4, 6, 6)
-    forward = 2 * N * 6 * 6 * 8 * 9 * 4 / groups
-    assert found["convolution", False].flops == forward
-    assert found["convolution_backward", True].flops == 2 * forward
-    assert {op.op_class for op in found.values()} == {"conv"}
+def test_a_convolution_divides_its_work_by_its_groups() -> None:
+    for groups in [1, 2, 4]:
+        found = of(nn.Conv2d(4, 8, 3, padding=1, groups=groups), N, 4, 6, 6)
+        forward = 2 * N * 6 * 6 * 8 * 9 * 4 / groups
+        assert found["convolution", False].flops == forward
+        assert found["convolution_backward", True].flops == 2 * forward
+        assert {op.op_class for op in found.values()} == {"conv"}
 
 
 def test_a_transposed_convolution_multiplies_every_input_by_the_kernel() -> None:
@@ -83,23 +81,18 @@ def test_a_convolution_moves_images_and_weights_and_nothing_else() -> None:
     assert found["convolution_backward", True].bytes_accessed == y + x + w + w
 
 
-@pytest.mark.parametrize(
-    ("conv", "forward", "backward"),
-    [
+def test_channels_are_computed_in_blocks_of_sixteen() -> None:
+    for conv, forward, backward in [
         (nn.Conv2d(16, 32, 3), 1.0, 1.0),
         (nn.Conv2d(16, 8, 3), 2.0, 1.5),  # of the input's gradient all 16 channels are there, of the weight's 8 of 16
         (nn.Conv2d(8, 24, 3), 4 / 3, (2 + 4 / 3) / 2),
         (nn.ConvTranspose2d(8, 16, 3), 1.0, 1.5),
         (nn.Conv2d(8, 8, 3, groups=8), 1.0, 1.0),  # depthwise
-    ],
-)
-def test_channels_are_computed_in_blocks_of_sixteen(
-    conv: nn.Conv2d | nn.ConvTranspose2d, forward: float, backward: float
-) -> None:
-    x = torch.randn(2, conv.in_channels, 6, 6, requires_grad=True)
-    found = {each.name: each for each in counted(lambda: conv(x))}
-    for name, times in (("convolution", forward), ("convolution_backward", backward)):
-        assert found[name].padding_flops == pytest.approx((times - 1) * found[name].flops)
+    ]:
+        x = torch.randn(2, conv.in_channels, 6, 6, requires_grad=True)
+        found = {each.name: each for each in counted(partial(conv, x))}
+        for name, times in (("convolution", forward), ("convolution_backward", backward)):
+            assert found[name].padding_flops == pytest.approx((times - 1) * found[name].flops)
 
 
 def test_an_lstm_meets_the_matrices_of_its_gates_in_every_step() -> None:
@@ -126,16 +119,16 @@ def test_a_gru_is_counted_step_by_step() -> None:
     assert sum(op.flops for op in found.values()) == 2 * time * N * 3 * hidden * (IN + hidden)
 
 
-@pytest.mark.parametrize("weights", [False, True])
-def test_multihead_attention_counts_its_projections_and_its_inner_products(weights: bool) -> None:
-    time, width, heads = 6, 8, 2
-    layer = nn.MultiheadAttention(width, heads, batch_first=True)
-    x = torch.randn(N, time, width, requires_grad=True)
-    found = ops(lambda: layer(x, x, x, need_weights=weights)[0])
-    projections, inner = 2 * N * time * width * 4 * width, 2 * 2 * N * time * time * width
-    assert sum(op.flops for (_, back), op in found.items() if not back) == projections + inner
-    recomputed = 0 if weights else inner / 2  # the fused kernel multiplies the scores anew
-    assert sum(op.flops for (_, back), op in found.items() if back) == 2 * (projections + inner) + recomputed
+def test_multihead_attention_counts_its_projections_and_its_inner_products() -> None:
+    for weights in [False, True]:
+        time, width, heads = 6, 8, 2
+        layer = nn.MultiheadAttention(width, heads, batch_first=True)
+        x = torch.randn(N, time, width, requires_grad=True)
+        found = ops(lambda layer=layer, x=x, weights=weights: layer(x, x, x, need_weights=weights)[0])
+        projections, inner = 2 * N * time * width * 4 * width, 2 * 2 * N * time * time * width
+        assert sum(op.flops for (_, back), op in found.items() if not back) == projections + inner
+        recomputed = 0 if weights else inner / 2  # the fused kernel multiplies the scores anew
+        assert sum(op.flops for (_, back), op in found.items() if back) == 2 * (projections + inner) + recomputed
 
 
 def test_fused_attention_has_a_class_of_its_own() -> None:
@@ -146,19 +139,16 @@ def test_fused_attention_has_a_class_of_its_own() -> None:
     assert sorted(op.flops for op in computing) == [2 * 2 * N * 2 * 36 * 4, 5 * 2 * N * 2 * 36 * 4]
 
 
-@pytest.mark.parametrize(
-    ("run", "flops"),
-    [
+def test_other_products_are_counted_too() -> None:
+    for run, flops in [
         (lambda a, b, c: torch.baddbmm(c, a, b), 2 * 2 * 3 * 4 * 5),
         (lambda a, b, c: torch.addbmm(c[0], a, b), 2 * 2 * 3 * 4 * 5),
         (lambda a, b, c: a[0] @ b[0, :, 0], 2 * 3 * 4),
         (lambda a, b, c: torch.dot(a[0, 0], b[0, :, 0]), 2 * 4),
         (lambda a, b, c: torch.einsum("bij,bjk->bik", a, b), 2 * 2 * 3 * 4 * 5),
-    ],
-)
-def test_other_products_are_counted_too(run: Callable[..., Tensor], flops: int) -> None:
-    a, b, c = torch.randn(2, 3, 4), torch.randn(2, 4, 5), torch.randn(2, 3, 5)
-    assert sum(op.flops for op in ops(lambda: run(a, b, c), backward=False).values()) == flops
+    ]:
+        a, b, c = torch.randn(2, 3, 4), torch.randn(2, 4, 5), torch.randn(2, 3, 5)
+        assert sum(op.flops for op in ops(partial(run, a, b, c), backward=False).values()) == flops
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -182,22 +172,12 @@ def test_a_tensor_counts_once_however_often_it_is_read() -> None:
     assert moved(lambda: x + x[:1].expand(4, 6)) == 2 * x.nbytes
 
 
-def test_an_expanded_tensor_is_as_small_as_what_it_repeats() -> None:
-    x, row = torch.randn(4, 6), torch.randn(6)
-    assert moved(lambda: x + row.expand(4, 6)) == 2 * x.nbytes + row.nbytes
-
-
-def test_what_works_in_place_reads_and_writes() -> None:
-    x, y = torch.randn(4, 6), torch.randn(4, 6)
-    assert moved(lambda: x.add_(y)) == 3 * x.nbytes
-    assert moved(lambda: x.mul_(2.0)) == 2 * x.nbytes
-
-
-def test_what_only_writes_reads_nothing() -> None:
-    x = torch.randn(4, 6)
+def test_what_works_in_place_reads_and_writes_and_what_only_writes_reads_nothing() -> None:
+    x, y, row = torch.randn(4, 6), torch.randn(4, 6), torch.randn(6)
+    assert moved(lambda: x.add_(y)) == 3 * x.nbytes and moved(lambda: x.mul_(2.0)) == 2 * x.nbytes
+    assert moved(lambda: x + row.expand(4, 6)) == 2 * x.nbytes + row.nbytes, "as small as what it repeats"
     for run in (x.zero_, lambda: x.fill_(1.0), x.bernoulli_, lambda: torch.zeros_like(x), lambda: x.new_ones(4, 6)):
         assert moved(run) == x.nbytes
-    y = torch.randn(4, 6)
     assert moved(lambda: x.copy_(y)) == 2 * x.nbytes
 
 
@@ -239,9 +219,8 @@ def test_a_max_pool_writes_values_and_where_they_were() -> None:
     assert found["max_pool2d_with_indices_backward", True].bytes_accessed == y + 2 * y + x
 
 
-@pytest.mark.parametrize(
-    ("run", "op_class"),
-    [
+def test_what_memory_alone_does_not_bound_has_a_class_of_its_own() -> None:
+    for run, op_class in [
         (lambda x: F.relu(x), "memory"),
         (lambda x: F.layer_norm(x, x.shape[-1:]), "memory"),
         (lambda x: x.sum(0), "memory"),
@@ -252,14 +231,10 @@ def test_a_max_pool_writes_values_and_where_they_were() -> None:
         (lambda x: F.avg_pool2d(x, 2), "pool"),
         (lambda x: F.interpolate(x, scale_factor=2.0), "pool"),
         (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm"),
-    ],
-)
-def test_what_memory_alone_does_not_bound_has_a_class_of_its_own(
-    run: Callable[[Tensor], Tensor], op_class: str
-) -> None:
-    seen = counted(lambda: run(torch.rand(2, 4, 6, 6)))
-    assert seen[-1].op_class == op_class
-    assert not any(each.unknown for each in seen)
+    ]:
+        seen = counted(partial(run, torch.rand(2, 4, 6, 6)))
+        assert seen[-1].op_class == op_class
+        assert not any(each.unknown for each in seen)
 
 
 # -- ops that nobody knows ---------------------------------------------------------------------------------------------

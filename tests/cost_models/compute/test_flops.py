@@ -22,7 +22,7 @@ from tests.support.capturing import capture
 from tests.support.compiled import compiled
 from tests.support.models import BATCH, CASES, made
 from tests.support.op_sums import bytes_of, flops_of
-from tests.support.sampling import sampled
+from tests.support.sampling import in_tiers, sampled
 
 
 def costs_of(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, CostLine]:
@@ -59,28 +59,23 @@ def test_a_program_is_counted_as_its_model_runs(name: str, batch: int) -> None:
         assert sum(op.bytes_accessed for op in ours) == pytest.approx(sum(op.bytes_accessed for op in theirs), rel=0.1)
 
 
-@sampled("name", CASES, one_in=5)
-def test_more_examples_never_cost_less_and_nothing_is_free(name: str) -> None:
-    program, of_layers = case(name)
-    for line in of_layers.values():
-        costs = [line.at(batch) for batch in (1, 2, 3, BATCH, 10 * BATCH, 1000)]
-        for less, more in pairwise(costs):
-            assert less.saved_bytes <= more.saved_bytes
-            for a, b in ((less.forward_ops, more.forward_ops), (less.backward_ops, more.backward_ops)):
-                assert flops_of(a) <= flops_of(b) and bytes_of(a) <= bytes_of(b)
-            assert sum(op.kernel_launches for op in less.ops) <= sum(op.kernel_launches for op in more.ops)
-    for layer in program.layers:
-        cost = of_layers[layer.name].at(BATCH)
-        assert bytes_of(cost.forward_ops) > 0 and sum(op.kernel_launches for op in cost.ops) >= 1
-        assert cost.batch == BATCH and not cost.unknown_ops
-        trains = any(program.tensors[name].trainable for name in layer.tensors)
-        assert not trains or bytes_of(cost.backward_ops) > 0
-
-
-def test_the_line_at_the_counted_sizes_is_what_was_counted() -> None:
-    for line in case("vgg")[1].values():
-        for counted in (line.small, line.large):
-            assert line.at(counted.batch) == counted
+@in_tiers("cases", CASES, one_in=5)
+def test_more_examples_never_cost_less_and_nothing_is_free(cases: list[Any]) -> None:
+    for name in cases:
+        program, of_layers = case(name)
+        for line in of_layers.values():
+            costs = [line.at(batch) for batch in (1, 2, 3, BATCH, 10 * BATCH, 1000)]
+            for less, more in pairwise(costs):
+                assert less.saved_bytes <= more.saved_bytes, name
+                for a, b in ((less.forward_ops, more.forward_ops), (less.backward_ops, more.backward_ops)):
+                    assert flops_of(a) <= flops_of(b) and bytes_of(a) <= bytes_of(b), name
+                assert sum(op.kernel_launches for op in less.ops) <= sum(op.kernel_launches for op in more.ops), name
+        for layer in program.layers:
+            cost = of_layers[layer.name].at(BATCH)
+            assert bytes_of(cost.forward_ops) > 0 and sum(op.kernel_launches for op in cost.ops) >= 1, name
+            assert cost.batch == BATCH and not cost.unknown_ops, name
+            trains = any(program.tensors[name].trainable for name in layer.tensors)
+            assert not trains or bytes_of(cost.backward_ops) > 0, name
 
 
 def test_the_sums_of_a_layer_are_those_of_its_ops() -> None:

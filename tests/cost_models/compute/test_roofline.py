@@ -35,29 +35,17 @@ def cost(
 COST = cost()
 
 
-def test_a_layer_that_computes_much_is_bound_by_its_flops() -> None:
+def test_forward_and_backward_are_bound_by_their_flops_or_by_their_memory() -> None:
     assert layer_seconds(COST, DEVICE, "float32") == pytest.approx(2 + 4 + 0.03)
-
-
-def test_a_layer_that_moves_much_is_bound_by_its_memory() -> None:
     assert layer_seconds(cost(forward=80.0, backward=160.0), DEVICE, "float32") == pytest.approx(10 + 20 + 0.03)
-
-
-def test_forward_and_backward_are_bound_each_by_its_own() -> None:
     assert layer_seconds(cost(forward=80.0), DEVICE, "float32") == pytest.approx(10 + 4 + 0.03)
 
 
-def test_a_smaller_dtype_computes_at_its_own_rate() -> None:
+def test_a_dtype_has_its_own_rate_never_another_dtypes_and_none_where_nothing_is_computed() -> None:
     assert achieved_flop_rate(DEVICE, "float16") == 200.0
     assert layer_seconds(COST, DEVICE, "float16") == pytest.approx(1 + 2 + 0.03)
-
-
-def test_a_dtype_without_a_rate_is_an_error_and_never_another_dtypes_rate() -> None:
     with pytest.raises(CostError, match=r"toy has no FLOP rate for bfloat16.*splitc calibrate"):
         layer_seconds(COST, DEVICE, "bfloat16")
-
-
-def test_a_layer_that_computes_nothing_needs_no_flop_rate() -> None:
     lookup = cost(forward_flops=0.0, backward_flops=0.0)
     assert layer_seconds(lookup, DEVICE, "bfloat16") == pytest.approx(1 + 2 + 0.03)
 
@@ -87,21 +75,18 @@ def test_a_device_that_hides_nothing_takes_the_sum_and_one_that_hides_all_the_lo
     assert seconds(PRODUCT, device=replace(CPU, overlap=0.5)) == pytest.approx(2.5 + 0.01)
 
 
-def test_what_a_product_moves_has_an_efficiency_of_its_own() -> None:
+def test_what_an_op_moves_has_the_efficiency_of_its_class() -> None:
     assert seconds(OpCost("convolution", "conv", False, 100.0, 8.0)) == pytest.approx(1 + 4 + 0.01 + 0.03)
     assert seconds(OpCost("convolution_backward", "conv", True, 80.0, 8.0)) == pytest.approx(1 + 4 + 0.01 + 0.03)
+    assert seconds(OpCost("relu", "memory", False, 0.0, 8.0)) == pytest.approx(1 + 0.01)
+    assert seconds(OpCost("gelu", "math", True, 0.0, 8.0)) == pytest.approx(2 + 0.01)
+    assert seconds(OpCost("max_pool2d", "max_pool", False, 0.0, 8.0)) == pytest.approx(1 + 0.01)
 
 
 def test_channels_that_are_not_there_take_time_and_are_no_flops() -> None:
     op = OpCost("convolution", "conv", False, 100.0, 0.0, padding_flops=100.0)
     assert seconds(op) == pytest.approx(2 + 0.01 + 0.03)
     assert LayerCost(1, (op,), 0.0).flops == 100.0
-
-
-def test_an_op_of_memory_moves_at_the_rate_of_its_class() -> None:
-    assert seconds(OpCost("relu", "memory", False, 0.0, 8.0)) == pytest.approx(1 + 0.01)
-    assert seconds(OpCost("gelu", "math", True, 0.0, 8.0)) == pytest.approx(2 + 0.01)
-    assert seconds(OpCost("max_pool2d", "max_pool", False, 0.0, 8.0)) == pytest.approx(1 + 0.01)
 
 
 def test_a_layer_is_the_sum_of_its_ops_each_bound_by_its_own() -> None:
@@ -121,27 +106,27 @@ def test_equal_ops_cost_as_much_together_as_one_by_one() -> None:
         assert seconds(both, device=device) == pytest.approx(seconds(PRODUCT, PRODUCT, device=device))
 
 
-@pytest.mark.parametrize("key", ["flops", "bytes_accessed", "kernel_launches", "padding_flops"])
-def test_more_work_never_takes_less_time(key: str) -> None:
-    for op in (PRODUCT, OpCost("convolution", "conv", True, 10.0, 500.0)):
-        for overlap in (0.0, 0.5, 1.0):
-            device = replace(CPU, overlap=overlap)
-            more = replace(op, **{key: 1.5 * getattr(op, key) + 1})
-            assert seconds(more, device=device) >= seconds(op, device=device)
-            if overlap < 1 or key == "kernel_launches":  # else the smaller part is hidden
-                assert seconds(more, device=device) > seconds(op, device=device)
+def test_more_work_never_takes_less_time() -> None:
+    for key in ["flops", "bytes_accessed", "kernel_launches", "padding_flops"]:
+        for op in (PRODUCT, OpCost("convolution", "conv", True, 10.0, 500.0)):
+            for overlap in (0.0, 0.5, 1.0):
+                device = replace(CPU, overlap=overlap)
+                more = replace(op, **{key: 1.5 * getattr(op, key) + 1})
+                assert seconds(more, device=device) >= seconds(op, device=device), key
+                if overlap < 1 or key == "kernel_launches":  # else the smaller part is hidden
+                    assert seconds(more, device=device) > seconds(op, device=device), key
 
 
-@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
-def test_a_faster_device_never_takes_longer(overlap: float) -> None:
-    device = replace(CPU, overlap=overlap)
-    ops = (PRODUCT, OpCost("convolution", "conv", True, 10.0, 500.0), OpCost("relu", "memory", False, 0.0, 80.0))
-    before = seconds(*ops, device=device)
-    for faster in (
-        device.scaled(2),
-        replace(device, launch=0.0),
-        replace(device, conv_launch=0.0),
-        replace(device, overlap=1.0),
-        replace(device, efficiency=dict.fromkeys(device.efficiency, 1.0)),
-    ):
-        assert seconds(*ops, device=faster) <= before
+def test_a_faster_device_never_takes_longer() -> None:
+    for overlap in [0.0, 0.5, 1.0]:
+        device = replace(CPU, overlap=overlap)
+        ops = (PRODUCT, OpCost("convolution", "conv", True, 10.0, 500.0), OpCost("relu", "memory", False, 0.0, 80.0))
+        before = seconds(*ops, device=device)
+        for faster in (
+            device.scaled(2),
+            replace(device, launch=0.0),
+            replace(device, conv_launch=0.0),
+            replace(device, overlap=1.0),
+            replace(device, efficiency=dict.fromkeys(device.efficiency, 1.0)),
+        ):
+            assert seconds(*ops, device=faster) <= before, overlap

@@ -54,7 +54,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any, Any]]] = {
         F.cross_entropy,
     ),
     "mlp": lambda: (mlp.mlp(768, (256, 256, 1024)), *class_batch((32, 3, 16, 16)), F.cross_entropy),
-    "resnet": lambda: (resnet.resnet18(), *class_batch((4, 3, 64, 64)), F.cross_entropy),
+    "resnet": lambda: (resnet.resnet18(width=16), *class_batch((4, 3, 64, 64)), F.cross_entropy),
     "transformer": lambda: (
         transformer.transformer(vocabulary=500, width=64, depth=2, time=32),
         transformer.example(8, 32, 500),
@@ -110,21 +110,14 @@ def assert_as_measured(
 # -- its parts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_trainable_parameter_counts_with_its_gradient_and_optimizer_state() -> None:
+def test_a_trainable_parameter_counts_with_its_gradient_and_optimizer_state_and_others_are_held() -> None:
     memory = rank_memory([WEIGHT], saved=1000, communication=30)
     assert (memory.parameters, memory.gradients, memory.optimizer_state) == (200, 200, 200)
     assert memory.total == memory.peak == 600 + 1000 + 30
-
-
-def test_frozen_parameters_and_buffers_are_only_held() -> None:
+    assert [rank_memory([WEIGHT], 0, optimizer_copies=copies).total for copies in (2, 0)] == [800, 400]
     assert gradient_nbytes([FROZEN, BUFFER]) == 0
     memory = rank_memory([FROZEN, BUFFER], saved=0)
     assert (memory.parameters, memory.buffers, memory.total) == (400, 40, 440)
-
-
-def test_adam_holds_two_copies_and_plain_sgd_none() -> None:
-    assert rank_memory([WEIGHT], 0, optimizer_copies=2).total == 800
-    assert rank_memory([WEIGHT], 0, optimizer_copies=0).total == 400
 
 
 # -- what ranks really have --------------------------------------------------------------------------------------------
@@ -133,7 +126,8 @@ def test_adam_holds_two_copies_and_plain_sgd_none() -> None:
 ROUNDS = [("local_sgd(period=1)", 1), ("independent_subnets(local_steps=1)", 2), ("local_sgd(period=1)", 0)]
 
 
-@sampled(("strategy", "copies"), ROUNDS, one_in=3)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "copies"), ROUNDS)
 def test_the_peak_is_there_when_a_round_ends_and_the_next_begins(strategy: str, copies: int) -> None:
     """Of subnets the slices, with gradients and state, beside the parameters and state that a rank owns."""
     x, y = class_batch((16, INPUTS), classes=CLASSES)
@@ -163,7 +157,8 @@ KINDS = ["single_device", "modulo_shard(mp=2, scheme=B)", "layer_separation(n_c=
 OF_KINDS = [(name, KINDS[k % 4]) for k, name in enumerate(name for name in CASES if name != "recurrent")]
 
 
-@sampled(("name", "strategy"), OF_KINDS, everyday=OF_KINDS[1:2])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy"), OF_KINDS)
 def test_models_of_every_kind_have_the_bytes_that_were_predicted(name: str, strategy: str) -> None:
     given = CASES[name].make()
     try:
@@ -194,6 +189,7 @@ def test_autocast_narrows_activations_and_keeps_casts_of_weights() -> None:
     assert few.activations >= 0.5 * (few.parameters - first) + 0.4 * many.activations
 
 
+@pytest.mark.slow
 def test_what_is_on_around_a_prediction_does_not_change_it() -> None:
     done = planned(2, "data_parallel", norm=True).program
     with torch.no_grad(), torch.autocast("cpu", BF16):
@@ -201,6 +197,7 @@ def test_what_is_on_around_a_prediction_does_not_change_it() -> None:
     assert inside == memory_of(done, 0)
 
 
+@pytest.mark.slow
 def test_dropout_keeps_a_mask_for_backward() -> None:
     without, with_it = (compile_net(Net(drop=drop), "data_parallel", 2) for drop in (0.0, 0.5))
     masked = memory_of(with_it.program, 0).activations - memory_of(without.program, 0).activations
@@ -217,11 +214,13 @@ def test_a_recurrent_layer_has_at_least_the_bytes_that_were_predicted() -> None:
     assert 0 < memory.activations <= real.saved
 
 
+@pytest.mark.slow
 def test_turns_keep_the_activations_of_one_turn() -> None:
     at_once, in_turns = (memory_of(program("mlp", f"modulo_shard(mp=2, scheme={s})").program, 0) for s in ("BK", "B"))
     assert in_turns.activations < 0.7 * at_once.activations
 
 
+@pytest.mark.slow
 def test_gradients_of_earlier_batches_are_there_while_the_next_goes_forward() -> None:
     assert_as_measured(planned(2, "data_parallel"), accumulate=2)
     done = compiled(*CASES["resnet"].make(), 1, "single_device")  # its activations are larger than its parameters
@@ -268,15 +267,7 @@ def test_the_peak_may_be_in_the_update(copies: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "data_parallel",
-        "parameter_server(beside=True)",
-        "layer_separation(n_c=2, n_f=1)",
-        "modulo_shard(mp=2, scheme=B/K)",
-    ],
-)
+@pytest.mark.parametrize("strategy", ["parameter_server(beside=True)", "modulo_shard(mp=2, scheme=B/K)"])
 def test_processes_have_the_peak_that_was_predicted(strategy: str, tmp_path: Path) -> None:
     done = program("alexnet", strategy)
     for memory, real in zip(memory_of_all(done.program), in_processes(done, tmp_path), strict=True):

@@ -90,12 +90,14 @@ def test_processes_have_the_peak_that_was_predicted(plan: str, schedule: str, tm
 # -- by structure ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rank_alone_in_its_role_keeps_the_activations_of_one_piece() -> None:
     one, two, four = (first("data_parallel", number).activations for number in (1, 2, 4))
     assert one - two == 2 * (two - four) and four < 0.5 * one
 
 
-@sampled(("plan", "flying"), [("three roles", 3), ("modulo_shard", 2)], one_in=2)
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "flying"), [("three roles", 3), ("modulo_shard", 2)])
 def test_1f1b_keeps_the_activations_of_as_many_pieces_as_roles_are_to_come(plan: str, flying: int) -> None:
     programs = [in_pieces(plan, 6, order, batch=12) for order in SCHEDULES]
     every, few = (memory_of(done.program, 0) for done in programs)
@@ -104,7 +106,8 @@ def test_1f1b_keeps_the_activations_of_as_many_pieces_as_roles_are_to_come(plan:
     assert few.peak < every.peak
 
 
-@sampled("plan", ["two roles", "data_parallel", "groups on heads"], one_in=3)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["two roles", "data_parallel", "groups on heads"])
 def test_what_a_piece_kept_is_gone_after_its_backward(plan: str) -> None:
     """More pieces of the same size need no more than the larger batch itself."""
     programs = [in_pieces(plan, number, "1f1b", batch=2 * number) for number in (4, 8)]
@@ -114,7 +117,8 @@ def test_what_a_piece_kept_is_gone_after_its_backward(plan: str) -> None:
     assert more <= eight.peak - four.peak <= more + 4 * 4, "and the losses of four pieces"
 
 
-@sampled(("schedule", "plan"), [*zip(cycle(SCHEDULES), reversed(PLANS))], one_in=8)
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "plan"), [*zip(cycle(SCHEDULES), reversed(PLANS))])
 def test_ranks_that_are_alike_are_followed_once_and_the_bound_is_not_exceeded(plan: str, schedule: str) -> None:
     done = in_pieces(plan, 3, schedule, batch=7).program  # which three microbatches do not divide
     memories = memory_of_all(done)
@@ -126,7 +130,8 @@ ALONE = ["single_device", "data_parallel", "hybrid_single", "layer_separation(ra
 WIDE = nn.Sequential(nn.Linear(8, 1024), nn.Tanh(), nn.Linear(1024, 8), nn.Tanh(), nn.Linear(8, 256), nn.Linear(256, 5))
 
 
-@sampled(("strategy", "schedule"), [*zip(ALONE, cycle(SCHEDULES))], one_in=4)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "schedule"), [*zip(ALONE, cycle(SCHEDULES))])
 def test_a_plan_fits_where_its_pieces_do_though_the_whole_batch_does_not(strategy: str, schedule: str) -> None:
     given = WIDE, (torch.randn(64, 8),), torch.randint(5, (64,)), F.cross_entropy
     known, world = analyse(*given), 1 if strategy == "single_device" else 2

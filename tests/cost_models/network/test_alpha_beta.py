@@ -35,10 +35,6 @@ COLLECTIVES: tuple[Collective, ...] = (ring_all_reduce, reduce_scatter, all_gath
 CLUSTERS = [load_cluster(name) for name in known_clusters()] + [random_cluster(seed) for seed in range(9)]
 
 
-def test_one_message_takes_its_latency_and_its_bytes() -> None:
-    assert point_to_point(1e9, LINK) == pytest.approx(1.001)
-
-
 def test_a_collective_grows_with_its_bytes_and_costs_one_rank_nothing() -> None:
     for collective in COLLECTIVES:
         assert collective(1e9, 1, LINK) == 0.0
@@ -54,7 +50,8 @@ def test_a_ring_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
         assert ring_all_reduce(1e6, n, LINK) == pytest.approx(parts)
 
 
-def test_many_to_one_is_bound_by_the_link_that_all_messages_share() -> None:
+def test_messages_take_their_latency_and_their_bytes_and_many_to_one_share_a_link() -> None:
+    assert point_to_point(1e9, LINK) == pytest.approx(1.001)
     assert many_to_one(1e9, 5, LINK) == pytest.approx(5 + 5e-3)
     assert one_to_many(1e9, 5, LINK) == many_to_one(1e9, 5, LINK)
 

@@ -89,14 +89,14 @@ def test_a_servers_link_carries_all_workers() -> None:
     assert simulate(program, slow).step_seconds == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation", "late_multiply", "modulo_shard"])
-def test_one_slow_device_and_one_slow_link_make_every_step_slower(strategy: str) -> None:
-    program = planned(4, strategy).program
-    usual = simulate(program, toy()).step_seconds
-    slow_device = Unlike((1,), DEVICE.scaled(0.1), toy().link)
-    slow_link = Unlike((2,), DEVICE, Link(1e5, 1e-4))
-    assert simulate(program, toy(unlike=(slow_device,))).step_seconds > usual
-    assert simulate(program, toy(unlike=(slow_link,))).step_seconds > 2 * usual
+def test_one_slow_device_and_one_slow_link_make_every_step_slower() -> None:
+    for strategy in ["data_parallel", "layer_separation", "late_multiply", "modulo_shard"]:
+        program = planned(4, strategy).program
+        usual = simulate(program, toy()).step_seconds
+        slow_device = Unlike((1,), DEVICE.scaled(0.1), toy().link)
+        slow_link = Unlike((2,), DEVICE, Link(1e5, 1e-4))
+        assert simulate(program, toy(unlike=(slow_device,))).step_seconds > usual, strategy
+        assert simulate(program, toy(unlike=(slow_link,))).step_seconds > 2 * usual, strategy
 
 
 def test_a_ring_over_hosts_uses_the_links_of_all_their_ranks_or_the_one_they_share() -> None:
@@ -108,19 +108,19 @@ def test_a_ring_over_hosts_uses_the_links_of_all_their_ranks_or_the_one_they_sha
     assert own == pytest.approx(simulate(program, toy(2 * hosts.link.bandwidth)).step_seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize("period", [1, 2, 8])
-def test_a_step_is_the_mean_of_a_round(period: int) -> None:
+def test_a_step_is_the_mean_of_a_round() -> None:
     """At a low bandwidth what a round exchanges is all that counts, and an ordinary step waits for nothing."""
-    program, every = planned(4, f"local_sgd(period={period})").program, planned(4, "local_sgd(period=1)").program
-    slow = toy(1e3, latency=0.0)
-    found, of_one = simulate(program, slow), simulate(every, slow)
-    computed = computing(program, 0)
-    between = of_one.step_seconds - computed
-    assert found.step_seconds == pytest.approx(computed + between / period)
-    for rank, phases in enumerate(found.phases):
-        assert phases.sent_bytes == pytest.approx(sum(op.per_step for op in wire(program, rank)))
-        assert phases.sent_bytes == pytest.approx(of_one.phases[rank].sent_bytes / period)
-        assert phases.compute + phases.waiting == pytest.approx(phases.step)
+    for period in [1, 2, 8]:
+        program, every = planned(4, f"local_sgd(period={period})").program, planned(4, "local_sgd(period=1)").program
+        slow = toy(1e3, latency=0.0)
+        found, of_one = simulate(program, slow), simulate(every, slow)
+        computed = computing(program, 0)
+        between = of_one.step_seconds - computed
+        assert found.step_seconds == pytest.approx(computed + between / period), period
+        for rank, phases in enumerate(found.phases):
+            assert phases.sent_bytes == pytest.approx(sum(op.per_step for op in wire(program, rank))), period
+            assert phases.sent_bytes == pytest.approx(of_one.phases[rank].sent_bytes / period), period
+            assert phases.compute + phases.waiting == pytest.approx(phases.step), period
 
 
 def test_the_slowest_rank_of_a_round_makes_all_others_wait() -> None:
@@ -131,19 +131,19 @@ def test_the_slowest_rank_of_a_round_makes_all_others_wait() -> None:
     assert phases[1].compute > 5 * phases[0].compute and phases[0].waiting > 0.8 * phases[0].step
 
 
-@pytest.mark.parametrize(("delay", "hidden"), [(0, False), (3, True)])
-def test_fragments_in_turns_hide_behind_the_updates_that_they_travel_under(delay: int, hidden: bool) -> None:
+def test_fragments_in_turns_hide_behind_the_updates_that_they_travel_under() -> None:
     """At a bandwidth where a fragment travels for less than three updates, and a model for more than one."""
-    options = "period=8, fragments=2"
-    program = planned(4, f"local_sgd({options}, delay={delay})" if delay else f"local_sgd({options})").program
-    computed = computing(program, 0)
-    averages = [op for op in wire(program, 0) if op.payload.what == "average"]
-    fast = toy(sum(op.sent for op in averages) / (2 * computed), latency=0.0)
-    found = simulate(program, fast)
-    waited = sum(ring_all_reduce(op.nbytes, 4, fast.link) for op in averages) / 8
-    assert found.phases[0].communication == pytest.approx(waited, rel=0.01), "and the loss"
-    assert (found.phases[0].waiting < 0.1 * waited) == hidden
-    assert found.phases[0].sent_bytes == pytest.approx(sum(op.per_step for op in wire(program, 0)))
+    for delay, hidden in [(0, False), (3, True)]:
+        options = "period=8, fragments=2"
+        program = planned(4, f"local_sgd({options}, delay={delay})" if delay else f"local_sgd({options})").program
+        computed = computing(program, 0)
+        averages = [op for op in wire(program, 0) if op.payload.what == "average"]
+        fast = toy(sum(op.sent for op in averages) / (2 * computed), latency=0.0)
+        found = simulate(program, fast)
+        waited = sum(ring_all_reduce(op.nbytes, 4, fast.link) for op in averages) / 8
+        assert found.phases[0].communication == pytest.approx(waited, rel=0.01), "and the loss"
+        assert (found.phases[0].waiting < 0.1 * waited) == hidden, delay
+        assert found.phases[0].sent_bytes == pytest.approx(sum(op.per_step for op in wire(program, 0))), delay
 
 
 def test_spans_are_kept_when_asked_for() -> None:
@@ -154,22 +154,22 @@ def test_spans_are_kept_when_asked_for() -> None:
     assert {span.rank for span in spans} == {0, 1}
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "parameter_server", "layer_separation", "modulo_shard(mp=2)"])
-def test_gradients_of_accumulated_batches_are_exchanged_once(strategy: str) -> None:
+def test_gradients_of_accumulated_batches_are_exchanged_once() -> None:
     """On a slow link all but the exchange is hidden or paid in each batch: compute + exchange / batches."""
-    program = planned(4, strategy).program
-    slow = toy(1e4, latency=0.0)
-    usual = simulate(program, slow)
-    assert simulate(program, slow, accumulate=1) == usual
-    found = [simulate(program, slow, accumulate=batches) for batches in (2, 4, 8)]
-    once = {"bucket", "pull", "push"}
-    for batches, each in zip((2, 4, 8), found, strict=True):
-        for rank, phases in enumerate(each.phases):
-            sent = sum(op.sent / (batches if op.payload.what in once else 1) for op in wire(program, rank))
-            assert phases.sent_bytes == pytest.approx(sent)
-            assert phases.compute + phases.waiting == pytest.approx(phases.step)
-    times = [usual.step_seconds, *(each.step_seconds for each in found)]
-    assert times == sorted(times, reverse=True)
+    for strategy in ["data_parallel", "parameter_server", "layer_separation", "modulo_shard(mp=2)"]:
+        program = planned(4, strategy).program
+        slow = toy(1e4, latency=0.0)
+        usual = simulate(program, slow)
+        assert simulate(program, slow, accumulate=1) == usual, strategy
+        found = [simulate(program, slow, accumulate=batches) for batches in (2, 4, 8)]
+        once = {"bucket", "pull", "push"}
+        for batches, each in zip((2, 4, 8), found, strict=True):
+            for rank, phases in enumerate(each.phases):
+                sent = sum(op.sent / (batches if op.payload.what in once else 1) for op in wire(program, rank))
+                assert phases.sent_bytes == pytest.approx(sent), strategy
+                assert phases.compute + phases.waiting == pytest.approx(phases.step), strategy
+        times = [usual.step_seconds, *(each.step_seconds for each in found)]
+        assert times == sorted(times, reverse=True), strategy
 
 
 def test_a_round_counts_updates_not_the_batches_that_are_accumulated_to_them() -> None:

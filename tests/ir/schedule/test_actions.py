@@ -33,16 +33,16 @@ def test_a_bucket_is_a_number_and_a_parameter_of_that_name_is_none() -> None:
     assert tied == Action("all_reduce_tied", "bucket0", role="conv")
 
 
-@pytest.mark.parametrize("line", ["conv -> fc", "", "conv: sned cut0 -> fc", "conv: forward [one]"])
-def test_a_line_that_is_no_action_is_named(line: str) -> None:
-    if not line:
-        assert parse_actions(line) == ()
-        return
-    with pytest.raises(InternalError, match=r"line 1|unknown action|bucket"):
-        parse_actions(line)
+def test_a_line_that_is_no_action_is_named() -> None:
+    for line in ["conv -> fc", "", "conv: sned cut0 -> fc", "conv: forward [one]"]:
+        if not line:
+            assert parse_actions(line) == ()
+            return
+        with pytest.raises(InternalError, match=r"line 1|unknown action|bucket"):
+            parse_actions(line)
 
 
-@pytest.mark.parametrize(("verb", "bucket"), [("forward", 0), ("push", None), ("all_reduce", None)])
-def test_only_an_all_reduce_and_a_push_have_a_bucket(verb: str, bucket: int | None) -> None:
-    with pytest.raises(InternalError, match="bucket"):
-        Action(verb, bucket=bucket)
+def test_only_an_all_reduce_and_a_push_have_a_bucket() -> None:
+    for verb, bucket in [("forward", 0), ("push", None), ("all_reduce", None)]:
+        with pytest.raises(InternalError, match="bucket"):
+            Action(verb, bucket=bucket)

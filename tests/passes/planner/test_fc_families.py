@@ -27,7 +27,6 @@ from splitc.strategies.modulo_shard import ModuloShard
 from tests.support.compiled import analyse, compiled
 from tests.support.models import Made
 from tests.support.paper_models import SplitBrainVGG, splitbrain_vgg
-from tests.support.sampling import sampled
 
 
 def layers() -> nn.Module:
@@ -99,6 +98,7 @@ def test_the_size_of_groups_divides_the_world() -> None:
         assert grouping.size in sizes and grouping.scheme == "B/K" and grouping.updates == "once"
 
 
+@pytest.mark.slow
 def test_the_size_that_was_left_out_is_the_fastest() -> None:
     by_size = {size: place(wide(), f"modulo_shard(mp={size})").step_seconds for size in (2, 4)}
     assert place(wide(), "modulo_shard").step_seconds == pytest.approx(min(by_size.values()))
@@ -146,12 +146,14 @@ def held(size: int, **pins: Placement) -> float:
     return float(max(figures.rank(rank)["parameter_bytes"] for rank in range(8)) / whole)
 
 
-@sampled(("size", "most"), PARTS, everyday=PARTS[:1])
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "most"), PARTS)
 def test_groups_divide_the_memory_of_the_variants_parameters(size: int, most: float) -> None:
     assert held(size, **{"fc*": Placement(holding="sharded", group=size)}) <= most
     assert held(size) <= most, "as the planner divides them"
 
 
+@pytest.mark.slow
 def test_a_layer_is_divided_for_memory_only_where_groups_were_asked_for_by_name() -> None:
     """fc1 has 4 MB and puts out 8 kB for a rank's batch of 2; gathering them takes longer than dividing it saves."""
     request = Request(splitbrain_vgg(), load_cluster("v100-10gbe"), 8)
@@ -164,6 +166,7 @@ def test_a_layer_is_divided_for_memory_only_where_groups_were_asked_for_by_name(
 # -- mixed precision ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "dtype"),
     [("a100-100gbe", "bfloat16"), ("v100-10gbe", "float32")],  # a V100 computes no faster in bfloat16

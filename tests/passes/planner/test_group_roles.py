@@ -43,7 +43,7 @@ def separated(n_c: int, n_f: int, tied: bool = False, strategy: str = "", **pins
     return compiled(Headed(tied).double(), (x,), y, F.cross_entropy, world, strategy, pins={"trunk": "trunk", **pins})
 
 
-@pytest.mark.parametrize(("n_c", "n_f"), [(1, 2), (2, 4)])
+@pytest.mark.parametrize(("n_c", "n_f"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_layers_of_head_ranks_are_divided_over_their_groups(n_c: int, n_f: int) -> None:
     program = separated(n_c, n_f, a=ROWS, b=Placement(state="batch"), c=COLUMNS)
     assert program.plan.groups == {"head": Grouping(2, "BK")}
@@ -56,6 +56,7 @@ def test_layers_of_head_ranks_are_divided_over_their_groups(n_c: int, n_f: int) 
     assert result.holds, str(result)
 
 
+@pytest.mark.slow
 def test_the_roles_of_three_stages_have_groups_of_their_own() -> None:
     program = separated(2, 4, strategy="layer_separation(ranks=2+2+2)", a=ROWS, b="stage1", c=COLUMNS)
     assert program.plan.groups == {"stage1": Grouping(2, "BK"), "stage2": Grouping(2, "BK")}
@@ -69,6 +70,7 @@ def test_a_division_of_the_world_is_chosen_in_which_the_groups_fit() -> None:
     assert len(program.plan.roles["head"]) in (2, 4)
 
 
+@pytest.mark.slow
 def test_under_auto_separations_follow_pins_of_groups_too() -> None:
     plan = separated(2, 2, strategy="auto", a=COLUMNS).plan
     assert next(c for c in plan.candidates if "sep" in c.strategy).feasible

@@ -17,7 +17,6 @@ from splitc.ir.placements import Placement
 from tests.support.compiled import CLUSTER, compiled
 from tests.support.models import made
 from tests.support.ranks import on_workers, sgd
-from tests.support.sampling import sampled
 
 F64 = torch.float64
 B = 6
@@ -92,6 +91,7 @@ def test_it_is_never_chosen_by_auto_and_is_marked() -> None:
     assert not program.plan.exact and "approximate" in program.report()
 
 
+@pytest.mark.slow
 def test_convolutions_are_averaged_and_the_head_is_dealt() -> None:
     made = subnets(network(), 3, images())
     assert type(made.plan).from_json(made.plan.to_json()) == made.plan
@@ -101,7 +101,8 @@ def test_convolutions_are_averaged_and_the_head_is_dealt() -> None:
     assert {name for bucket in fc.averaged for name in bucket} == {"head.6.bias"}
 
 
-@sampled("world", [4, 1], one_in=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [4, 1])
 def test_the_divided_network_computes_what_the_exported_model_does(world: int) -> None:
     torch.manual_seed(world)
     program = subnets(network(norm=False), world, images(), "local_steps=2,insert_norm=True")
@@ -122,6 +123,7 @@ def test_the_divided_network_computes_what_the_exported_model_does(world: int) -
     assert [loss for loss, _ in results] == pytest.approx([expected] * world, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_users_model_stays_as_it_was_and_keeps_its_keys() -> None:
     model = mlp(norm=False)
     before = {key: value.clone() for key, value in model.double().state_dict().items()}
@@ -135,6 +137,7 @@ def test_the_users_model_stays_as_it_was_and_keeps_its_keys() -> None:
     assert program._model.get_parameter("0.weight").data_ptr() == model.get_parameter("0.weight").data_ptr()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_evaluated_divided_is_refused() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         h = m.head(x)

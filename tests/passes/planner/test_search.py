@@ -119,7 +119,7 @@ def enumerated(request: Request, strategy: Strategy) -> float:
 SEEDS = range(30)
 
 
-@sampled("seed", SEEDS, one_in=6)
+@sampled("seed", SEEDS, one_in=15)
 def test_the_best_of_a_strategy_is_the_best_assignment_of_all_its_divisions(seed: int) -> None:
     """Of a separation priced from the graph, too; without time the search claims no more than it knows."""
     program, world, options = random_case(seed)
@@ -152,7 +152,8 @@ def three_linear_layers() -> Program:
     return analyse(model, torch.randn(4, 64), torch.randint(24, (4,)), F.cross_entropy)
 
 
-@sampled(("world", "bandwidth"), [(4, 1e6), (2, 1e5), (3, 1e7), (2, 1e7)], one_in=4)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "bandwidth"), [(4, 1e6), (2, 1e5), (3, 1e7), (2, 1e7)])
 def test_the_best_way_to_divide_linear_layers_is_the_best_of_all(world: int, bandwidth: float) -> None:
     request = request_of(three_linear_layers(), world, small_cluster(bandwidth))
     for strategy in (LateMultiply(), ModuloShard(), Mixed()):
@@ -193,7 +194,8 @@ def branching(blocks: int) -> Program:
     return small_program([*rows, Row("loss", ("fc", "labels"))])
 
 
-@pytest.mark.parametrize("reads", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", [1, 4])
 def test_a_second_for_hundreds_of_branching_layers_gives_a_checked_plan_and_its_gap(
     reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +216,7 @@ def test_a_second_for_hundreds_of_branching_layers_gives_a_checked_plan_and_its_
     assert 0.0 < plan.prediction.gap < 0.5
 
 
+@pytest.mark.slow
 def test_layers_with_the_same_numbers_have_the_options_that_each_would_have_by_itself() -> None:
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(6)]
     blocks[2][0].requires_grad_(False)
@@ -239,6 +242,7 @@ def positions() -> Program:
     return analyse(Made(run, **parts), *TOKENS, F.cross_entropy)
 
 
+@pytest.mark.slow
 def test_a_table_that_no_example_indexes_is_priced_as_it_is_gathered() -> None:
     request = Request(positions(), small_cluster(1e8), 4)
     assert not request.dividing["positions"].features and request.dividing["tokens"].features
