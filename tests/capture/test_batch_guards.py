@@ -15,7 +15,6 @@ from splitc.runtime.worker import Worker
 from tests.support.capturing import capture, here, refusal, validated
 from tests.support.compiled import compiled
 from tests.support.ranks import on_workers
-from tests.support.sampling import sampled
 
 Change = Callable[[Tensor], Tensor]
 
@@ -144,7 +143,8 @@ def test_a_plan_with_batches_beyond_the_branch_is_refused() -> None:
         compiled(Net(over), *of(rows), F.cross_entropy, world, "data_parallel")
 
 
-@sampled("strategy", ["layer_separation", "modulo_shard"], one_in=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["layer_separation", "modulo_shard"])
 def test_within_the_range_training_is_that_of_one_process(strategy: str) -> None:
     assert compiled(Net(over), *of(8), F.cross_entropy, 2, strategy).verify(dtype=torch.float64).holds
     assert compiled(Net(over), *of(52), F.cross_entropy, 2, strategy).verify(dtype=torch.float64).holds
@@ -163,7 +163,8 @@ def test_a_norm_that_would_have_one_value_is_refused_before_training(strategy: s
         compiled(NORMALISED, *example, F.cross_entropy, 4, strategy, global_batch=batch)
 
 
-@sampled("strategy", ["data_parallel(sync_batchnorm=True)", "modulo_shard(mp=2)", "single_device"], one_in=3)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["data_parallel(sync_batchnorm=True)", "modulo_shard(mp=2)", "single_device"])
 def test_a_norm_may_have_one_example_of_each_rank(strategy: str) -> None:
     example = torch.randn(2, 8), torch.randint(4, (2,))
     program = compiled(NORMALISED, *example, F.cross_entropy, 4, strategy, global_batch=4)

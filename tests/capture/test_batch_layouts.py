@@ -77,7 +77,8 @@ def next_word(scores: Tensor, words: Tensor) -> Tensor:
     return F.cross_entropy(scores, words.view(-1))
 
 
-@sampled(("time", "strategy"), [(5, "data_parallel"), (4, "hybrid_single(microbatches=2)")], one_in=2)
+@pytest.mark.slow
+@pytest.mark.parametrize(("time", "strategy"), [(5, "data_parallel"), (4, "hybrid_single(microbatches=2)")])
 def test_views_are_taken_of_drawn_batches_of_parts_and_of_microbatches(time: int, strategy: str) -> None:
     torch.manual_seed(0)
     model, (words, after) = Viewed(), torch.randint(0, 20, (2, time, 8)).unbind()

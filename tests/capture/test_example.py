@@ -99,7 +99,8 @@ def test_a_loss_of_the_output_alone_needs_no_target(strategy: str, loss: Any) ->
 
 
 def test_a_loss_that_takes_more_than_the_output_needs_a_target() -> None:
-    for loss in [F.cross_entropy, nn.MSELoss(), [evidence, F.mse_loss], lambda made, mean, *more: made]:
+    losses: list[Any] = [F.cross_entropy, nn.MSELoss(), [evidence, F.mse_loss], lambda made, mean, *more: made]
+    for loss in losses:
         with pytest.raises(
             CaptureError, match=r"no target, and it takes more than the output; .* loss=lambda output: ..."
         ):

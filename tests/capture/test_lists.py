@@ -108,6 +108,7 @@ class Pictures(nn.Module):
         return self.out(torch.stack([F.relu(self.conv(each)).mean((1, 2)) for each in images]))
 
 
+@pytest.mark.slow
 def test_a_list_of_images_may_have_a_target_and_a_loss_apart() -> None:
     images, classes = tuple(collate(IMAGES[:6])[0]), torch.arange(6) % 3
     program = splitc.compile(Pictures(), 2, (images,), classes, F.cross_entropy, cluster=CLUSTER, strategy="auto")

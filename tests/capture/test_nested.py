@@ -154,14 +154,16 @@ def parts_of_loss(output: dict[str, Tensor], target: Tensor) -> dict[str, Tensor
     return {"fit": F.cross_entropy(output["logits"], target), "size": output["logits"].pow(2).mean() * 0.1}
 
 
-@sampled("strategy", ["layer_separation", "data_parallel"], one_in=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["layer_separation", "data_parallel"])
 def test_a_dict_of_losses_of_a_dict_is_summed_and_told(strategy: str) -> None:
     program = compiled(Losses(), torch.randn(4, 6), torch.randint(0, 5, (4,)), parts_of_loss, 2, strategy)
     assert "The loss is the sum of fit, size." in program.report()
     assert program.verify(dtype=torch.float64).holds
 
 
-@sampled("strategy", ["data_parallel", "layer_separation"], one_in=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation"])
 def test_several_losses_are_summed_with_the_tensors_of_their_modules(strategy: str) -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.rand(5))
     losses = [weighted, lambda output, target: output.pow(2).mean()]

@@ -18,6 +18,7 @@ from splitc.capture.validate.python_state import changed, python_state
 from splitc.errors import CaptureError
 from tests.support.capturing import captured, refusal, validated
 from tests.support.models import CLASSES, labels, made, vectors
+from tests.support.sampling import in_tiers
 
 CE = F.cross_entropy
 CALLS = 0
@@ -91,8 +92,9 @@ STATES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], Any], str]
 }
 
 
-def test_state_that_forward_changes_is_refused_by_name() -> None:
-    for name in STATES:
+@in_tiers("cases", STATES, one_in=3)
+def test_state_that_forward_changes_is_refused_by_name(cases: list[Any]) -> None:
+    for name in cases:
         run, state, said = STATES[name]
         model = made(run, fc=nn.Linear(8, CLASSES))
         setattr(model, name, state())
@@ -116,8 +118,9 @@ GENERATORS: dict[str, tuple[Any, Callable[[Any], float]]] = {
 }
 
 
-def test_a_generator_of_ones_own_is_refused_by_name_in_a_region_too() -> None:
-    for name in GENERATORS:
+@in_tiers("cases", GENERATORS, one_in=6)
+def test_a_generator_of_ones_own_is_refused_by_name_in_a_region_too(cases: list[Any]) -> None:
+    for name in cases:
         generator, draw = GENERATORS[name]
         model = made(
             lambda m, x, draw=draw: m.fc(x) * (1 + (m.own[0].item() > 1e9)) * draw(m.generator),

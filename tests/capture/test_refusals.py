@@ -19,6 +19,7 @@ from splitc.capture.validate.validate import validate_capture
 from splitc.errors import CaptureError
 from tests.support.capturing import captured, here, refusal
 from tests.support.models import CLASSES, labels, made, tokens, vectors
+from tests.support.sampling import in_tiers
 
 Run = Callable[..., Any]
 
@@ -186,8 +187,9 @@ MAY_NOT: list[tuple[Run, str, dict[str, Any]]] = [
 ]
 
 
-def test_a_forward_is_refused_at_its_line_with_a_remedy() -> None:
-    for run, text, children in MAY_NOT:
+@in_tiers("cases", MAY_NOT, one_in=3)
+def test_a_forward_is_refused_at_its_line_with_a_remedy(cases: list[Any]) -> None:
+    for run, text, children in cases:
         said = refusal(made(run, **children), vectors()(), labels()(), F.cross_entropy)
         line = here(run)
         file, _, number = line.partition(":")

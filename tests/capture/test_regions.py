@@ -111,7 +111,8 @@ def test_the_whole_model_may_be_a_region() -> None:
 
 
 def test_a_loss_may_be_a_region() -> None:
-    for loss in [untraceable.finite_loss, untraceable.FiniteLoss()]:
+    losses: list[Any] = [untraceable.finite_loss, untraceable.FiniteLoss()]
+    for loss in losses:
         own = found(traced(Perceptron(), loss))["loss"]
         assert own.is_function is not isinstance(loss, nn.Module), loss
         assert own.code == (None if isinstance(loss, nn.Module) else "tests.support.untraceable:finite_loss"), loss

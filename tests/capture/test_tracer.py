@@ -259,7 +259,7 @@ MAY: dict[str, tuple[Run, tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@in_tiers("cases", MAY, one_in=2)
+@in_tiers("cases", MAY, one_in=3)
 def test_a_forward_may_use(cases: list[Any]) -> None:
     for name in cases:
         run, shape, children = MAY[name]
@@ -280,6 +280,7 @@ def test_dropout_inside_attention_becomes_a_dropout_of_its_own() -> None:
     assert sum(n.target is comm_ops.dropout for n in program.graph.nodes) == 2
 
 
+@pytest.mark.slow
 def test_torchs_own_transformer_is_captured_with_its_dropout_masks_and_looks_at_constant_masks() -> None:
     captured(Encoder(0.1), padded(), labels()(), F.cross_entropy)
 

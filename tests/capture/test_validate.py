@@ -171,8 +171,9 @@ COUPLED: dict[str, tuple[Loss, Callable[[], Tensor], str]] = {
 }
 
 
-def test_a_loss_that_couples_examples_is_refused_by_name_and_line() -> None:
-    for name in COUPLED:
+@in_tiers("cases", COUPLED, one_in=3)
+def test_a_loss_that_couples_examples_is_refused_by_name_and_line(cases: list[Any]) -> None:
+    for name in cases:
         loss, target, text = COUPLED[name]
         said = refusal(net(), rows(), target(), loss)
         line, _, said = said.partition(": ")

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import cycle
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -107,7 +108,8 @@ def analysed(part: int) -> tuple[nn.Module, Program]:
 STRATEGIES = ("modulo_shard(mp=2)", "parameter_server(servers=2,beside=True)", "data_parallel", "single_device")
 
 
-@sampled(("strategy", "part"), list(zip(STRATEGIES, range(4), strict=True)), one_in=4)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "part"), list(zip(STRATEGIES, range(4), strict=True)))
 def test_layers_and_keys_of_any_name_train(strategy: str, part: int) -> None:
     model, known = analysed(part)
     assert compiled(model, *batch(), F.cross_entropy, 2, strategy, analysed=known).verify(steps=1).holds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -46,14 +48,15 @@ def test_a_tied_parameter_is_read_under_its_first_name() -> None:
 
 
 def test_norms_change_running_statistics_where_they_use_those_of_the_batch() -> None:
-    for function, arguments, changes in [
+    norms: list[tuple[Any, dict[str, Any], bool]] = [
         (F.batch_norm, {"running_mean": "x", "running_var": "x", "training": True}, True),
         (F.batch_norm, {"running_mean": "x", "running_var": "x"}, False),
         (F.batch_norm, {"training": True}, False),
         (F.instance_norm, {"running_mean": "x", "running_var": "x"}, True),
         (F.instance_norm, {"running_mean": "x", "running_var": "x", "use_input_stats": False}, False),
         (F.layer_norm, {"normalized_shape": (3,)}, False),
-    ]:
+    ]
+    for function, arguments, changes in norms:
         graph = fx.Graph()
         x = graph.placeholder("x")
         norm = graph.call_function(function, (x,), {k: x if v == "x" else v for k, v in arguments.items()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 
@@ -128,7 +129,7 @@ def test_the_schemes_take_all_examples_one_members_or_a_part_of_each_members() -
 
 
 def test_what_decides_the_programs_changes_the_hash() -> None:
-    for change in [
+    changes: list[dict[str, Any]] = [
         {"groups": {"fc": Grouping(4)}},
         {"groups": {"fc": Grouping(2, "B")}},
         {"servers": (5,)},
@@ -136,7 +137,8 @@ def test_what_decides_the_programs_changes_the_hash() -> None:
         {"groups": {"fc": Grouping(2, "B/K", "every")}},
         {"all_reduce": "backend"},
         {"synchronised": True},
-    ]:
+    ]
+    for change in changes:
         assert replace(in_both(), **change).hash != in_both().hash, change
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from splitc.ir.printer import print_program, rank_graph, show_spec
-from splitc.ir.program import SizeSpec, TensorSpec
+from splitc.ir.program import SizeSpec, Spec, TensorSpec
 from splitc.passes.rewriting import lower
 from tests.support.pair import placed_pair
 
 
 def test_the_batch_of_a_spec_is_b() -> None:
-    for spec, text in [
+    specs: list[tuple[Spec, str]] = [
         (TensorSpec((1, 64, 55), torch.float32, 0), "f32[b, 64, 55]"),
         (TensorSpec((7, 6), torch.bfloat16, 0), "bf16[7*b, 6]"),
         (TensorSpec((7, 6), torch.int64), "i64[7, 6]"),
@@ -20,7 +20,8 @@ def test_the_batch_of_a_spec_is_b() -> None:
         (SizeSpec(3, 2), "3*b + 2"),
         ((SizeSpec(2), None), "(2*b, )"),
         (None, ""),
-    ]:
+    ]
+    for spec, text in specs:
         assert show_spec(spec) == text
 
 

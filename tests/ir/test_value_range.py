@@ -16,6 +16,7 @@ from splitc.runtime.launch.loader import load_rank
 from tests.support.capturing import capture
 from tests.support.compiled import compiled
 from tests.support.models import made
+from tests.support.sampling import in_tiers
 
 READERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int | None]] = {
     "an embedding": (lambda m, x: m.embedding(x), 9),
@@ -80,9 +81,10 @@ class Tables(nn.Module):
         return self.dense(torch.stack(self.read(self, ids)).sum(0))
 
 
-def test_every_column_is_bounded_by_the_table_that_it_indexes() -> None:
+@in_tiers("cases", COLUMNS.items(), one_in=4)
+def test_every_column_is_bounded_by_the_table_that_it_indexes(cases: list[Any]) -> None:
     ids = torch.tensor([[9, 9, 20], [1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    for name, (read, bound) in COLUMNS.items():
+    for name, (read, bound) in cases:
         program = capture(Tables(read), (ids,), torch.arange(4) % 2, F.cross_entropy)
         assert program.inputs[0].bound == bound, name
 

@@ -50,6 +50,7 @@ def test_ranks_that_would_be_idle_work_where_batches_may_be_accumulated() -> Non
     assert len(set().union(*together.roles.values())) > len(set().union(*alone.roles.values()))
 
 
+@pytest.mark.slow
 def test_no_more_batches_are_accumulated_than_make_it_faster() -> None:
     assert perceptron("single_device", ALLOWED).plan.accumulate == 1
     assert perceptron("data_parallel", ALLOWED).plan.accumulate == ALLOWED
@@ -78,9 +79,10 @@ def test_a_plan_with_batches_to_an_update_is_written_and_read() -> None:
 def test_batches_to_an_update_are_a_whole_number() -> None:
     for accumulate in [0, -1, 1.5]:
         with pytest.raises(PlacementError, match=r"accumulate is .*; it must be a whole number of at least 1"):
-            perceptron("data_parallel", accumulate)
+            perceptron("data_parallel", accumulate)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_updates_in_every_microbatch_leave_nothing_to_accumulate() -> None:
     with pytest.raises(PlacementError, match="updates in every microbatch"):
         perceptron("modulo_shard(mp=2, scheme=B/K, updates=every)", 2)

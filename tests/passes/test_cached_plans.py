@@ -44,6 +44,7 @@ def test_a_plan_is_searched_for_once(searched: list[str]) -> None:
     assert first.candidates == second.candidates and first.to_json() == second.to_json()
 
 
+@pytest.mark.slow
 def test_a_recalled_plan_prices_other_strategies_when_they_are_read(searched: list[str]) -> None:
     named = replace(PLACE, strategy=LayerSeparation())
     first, second = (named.run(separable()).plan for _ in range(2))

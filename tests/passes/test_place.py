@@ -221,6 +221,7 @@ def test_when_nothing_fits_role_need_and_have_are_told() -> None:
     assert "its largest layer, fc1, needs 603 kB" in message
 
 
+@pytest.mark.slow
 def test_when_no_strategy_fits_each_says_why() -> None:
     with pytest.raises(PlacementError) as error:
         place(separable(), 4, Auto(), memory=1000)

@@ -104,6 +104,7 @@ def test_pins_that_contradict_the_strategy_are_refused() -> None:
             place(separable(), 4, strategy, pins={"fc1": pin})
 
 
+@pytest.mark.slow
 def test_auto_follows_the_pins_and_says_which_families_cannot() -> None:
     plan = place(separable(), 4, Auto(), small_cluster(1e9, 1e-6), pins={"fc1": "fc"})
     assert len(plan.roles) == 2 and plan.placements["fc1"].role == list(plan.roles)[1]

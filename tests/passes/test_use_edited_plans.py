@@ -110,7 +110,7 @@ def edited(strategy: str) -> Iterator[tuple[Path_, str, str]]:
             yield path, what, json.dumps(changed)
 
 
-@pytest.mark.parametrize("number", [4, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [2, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_field_that_is_edited_wrongly_is_named_and_what_is_followed_trains(
     strategy: str, number: int, tmp_path: Path

@@ -264,6 +264,7 @@ def test_a_plan_in_rounds_is_marked_and_its_bytes_are_means(period: int) -> None
         assert f"trains approximately: rounds of {number}" in header and "a step, as the mean over a round" in header
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_rank_includes_what_ends_a_round() -> None:
     x, y = class_batch((1, 64), classes=64)
     found = []
@@ -273,6 +274,7 @@ def test_the_memory_of_a_rank_includes_what_ends_a_round() -> None:
     assert found[0] == pytest.approx(found[1], abs=8), "but the loss of a step"
 
 
+@pytest.mark.slow
 def test_bytes_of_layers_add_up_to_those_of_ranks_in_rounds_of_units_and_of_subnets() -> None:
     x, y = class_batch((4, 6), classes=3)
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))

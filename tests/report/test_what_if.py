@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any, cast
 
@@ -61,7 +62,7 @@ def test_a_boundary_is_found_to_3_percent_with_few_questions() -> None:
     for limit in [7.0, 33.0, 99.9, 100.1, 130.0, 1550.0]:
         quantity = number()
         reach = quantity.reach(16 if limit > 100 else 1 / 16)
-        found = quantity.boundary(lambda value, limit=limit: (cast(Any, value) < limit) == (limit > 100), reach)
+        found = quantity.boundary(partial(operator.gt if limit > 100 else operator.le, limit), reach)
         assert found is not None
         low, high = sorted(found)
         assert low <= limit <= high <= 1.031 * low

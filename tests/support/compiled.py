@@ -52,7 +52,7 @@ _LOWERED: dict[tuple[int, str], tuple[Program, LoweredProgram]] = {}
 
 def _copied(program: LoweredProgram) -> LoweredProgram:
     """The program with graphs of its own, which a test may edit."""
-    parts = {
+    parts: dict[str, Any] = {
         name: _copied(part)
         for name in ("evaluation", "outputs")
         if isinstance(part := getattr(program, name), LoweredProgram)

@@ -36,26 +36,18 @@ def no_progress(text: str) -> None:
     pass
 
 
-def test_every_microbenchmark_has_work_to_do_and_names_of_its_own() -> None:
-    spread = microbenchmarks(CPU)
+def test_every_microbenchmark_has_work_to_do_and_a_name_of_its_own_and_leaves_nothing_behind() -> None:
+    spread, seen = microbenchmarks(CPU), set[tuple[str, bool]]()
     assert len({each.what for each in spread}) == len(spread)
     for each in spread:
         forward, backward = devices._counted(each)
         assert forward and not any(op.backward for op in forward)
         assert all(op.backward for op in backward)
         assert each.what.startswith("update") or backward
-
-
-def test_the_spread_has_all_classes_both_ways() -> None:
-    seen = {(op.op_class, op.backward) for each in microbenchmarks(CPU) for ops in devices._counted(each) for op in ops}
-    both = ("matmul", "conv", "attention", "memory", "math", "batch_norm", "pool", "max_pool")
-    assert seen == {(op, back) for op in both for back in (False, True)} | {("random", False)}
-
-
-def test_nothing_is_left_behind_by_a_run() -> None:
-    for each in quick():
-        devices._counted(each)
         assert each.given.grad is None and all(parameter.grad is None for parameter in each.parameters)
+        seen |= {(op.op_class, op.backward) for op in (*forward, *backward)}
+    both = ("matmul", "conv", "attention", "memory", "math", "batch_norm", "pool", "max_pool")
+    assert seen == {(op, back) for op in both for back in (False, True)} | {("random", False)}, "both ways"
 
 
 def test_every_sample_is_a_direction_of_a_microbenchmark_that_took_time() -> None:

@@ -105,6 +105,7 @@ def test_an_unknown_name_is_answered_with_a_near_one_and_all_others() -> None:
     assert "splitc calibrate" in str(error.value)
 
 
+@pytest.mark.slow
 def test_unequal_ranks_are_priced_by_the_slowest_of_them() -> None:
     """Four V100 and four T4: a plan of the first four knows nothing of the others."""
     mixed, fast = load_cluster("mixed-v100-t4"), load_cluster("v100-10gbe")

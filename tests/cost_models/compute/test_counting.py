@@ -119,12 +119,16 @@ def test_a_gru_is_counted_step_by_step() -> None:
     assert sum(op.flops for op in found.values()) == 2 * time * N * 3 * hidden * (IN + hidden)
 
 
+def attended(layer: nn.Module, x: Tensor, weights: bool) -> dict[tuple[str, bool], OpCost]:
+    return ops(lambda: layer(x, x, x, need_weights=weights)[0])
+
+
 def test_multihead_attention_counts_its_projections_and_its_inner_products() -> None:
     for weights in [False, True]:
         time, width, heads = 6, 8, 2
         layer = nn.MultiheadAttention(width, heads, batch_first=True)
         x = torch.randn(N, time, width, requires_grad=True)
-        found = ops(lambda layer=layer, x=x, weights=weights: layer(x, x, x, need_weights=weights)[0])
+        found = attended(layer, x, weights)
         projections, inner = 2 * N * time * width * 4 * width, 2 * 2 * N * time * time * width
         assert sum(op.flops for (_, back), op in found.items() if not back) == projections + inner
         recomputed = 0 if weights else inner / 2  # the fused kernel multiplies the scores anew

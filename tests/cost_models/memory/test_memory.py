@@ -259,7 +259,8 @@ def test_the_peak_is_what_the_allocator_hands_out_at_once(name: str, autocast: t
     assert memory_of(done.program, 0).peak == pytest.approx(allocator_peak(done), rel=0.05)
 
 
-@sampled("copies", [2, 0], one_in=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [2, 0])
 def test_the_peak_may_be_in_the_update(copies: int) -> None:
     done = program("mlp", "single_device")
     assert memory_of(done.program, 0, copies).peak == pytest.approx(allocator_peak(done, OPTIMIZERS[copies]), rel=0.05)

@@ -185,6 +185,7 @@ def test_ranks_alike_are_generated_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert generated == [0]
 
 
+@pytest.mark.slow
 def test_a_unit_has_a_part_of_every_role() -> None:
     for asked, simulated in {
         "data_parallel": [0],

@@ -194,6 +194,7 @@ def test_a_measured_collective_is_priced_as_measured() -> None:
         assert wired(strategy, measured) - none == pytest.approx(2 * apart, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [ModuloShard(mp=2), LateMultiply()], ids=str)
 def test_plans_for_linear_layers_cost_less_with_a_fast_link_inside_hosts_and_more_than_on_that_alone(
     strategy: Strategy,

@@ -62,6 +62,7 @@ def own(worker: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensor[first : first + B] for tensor in batch)
 
 
+@pytest.mark.slow
 def test_what_subnets_cannot_train_is_refused() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         return m.out(F.relu(F.linear(x, m.w)))

@@ -263,6 +263,7 @@ def tied() -> Program:
     return analyse(model, *TOKENS, F.cross_entropy)
 
 
+@pytest.mark.slow
 def test_a_tied_weight_is_used_in_one_way_so_that_its_gradient_travels_once() -> None:
     program = tied()
     request, rules = Request(program, small_cluster(1e5), 4), cut_rules(program)

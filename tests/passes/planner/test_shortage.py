@@ -9,6 +9,7 @@ import pytest
 from splitc.errors import PlacementError
 from splitc.ir.placements import Placement
 from tests.support.every_strategy import planned
+from tests.support.sampling import sampled
 
 SHARDED = Placement(holding="sharded", group=2)
 
@@ -25,7 +26,7 @@ CASES: dict[str, tuple[dict[str, str | Placement], str]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", CASES)
+@sampled("strategy", CASES, everyday=["data_parallel", "hybrid_single", "parameter_server(servers=1)"])
 def test_the_roles_that_lack_memory_are_named(strategy: str) -> None:
     pins, words = CASES[strategy]
     with pytest.raises(PlacementError, match=re.escape(words)):

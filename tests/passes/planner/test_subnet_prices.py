@@ -68,6 +68,7 @@ def test_a_rank_computes_a_share_of_each_layer_by_the_shapes_of_its_slices(world
     assert flops == pytest.approx(4 * BATCH * shares)
 
 
+@pytest.mark.slow
 def test_the_price_is_the_simulation_of_the_program_that_runs() -> None:
     for bandwidth in (1e4, 1e5, 1e6):
         program = specialise(network(), Settings(4, cluster=toy(bandwidth), strategy=IndependentSubnets(local_steps=4)))

@@ -76,6 +76,7 @@ def test_what_no_device_has_memory_for_names_the_ranks_that_are_short_and_what_t
         place(separable(), 4, DataParallel(), cluster)
 
 
+@pytest.mark.slow
 def test_groups_stay_inside_hosts() -> None:
     cluster = small_cluster(1e5, local_link=Link(1e9, 1e-9), ranks_per_host=4)
     for few in ((), (0, 1, 2, 3), (2, 5)):
@@ -152,7 +153,8 @@ def equal_treatment(request: Request, strategy: Strategy) -> float:
     return simulated(request, PricedPlan(plan.strategy, plan)).samples_per_second
 
 
-@sampled("seed", range(0, 40, 5), one_in=8)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(0, 40, 5))
 def test_no_plan_for_equal_devices_is_faster(seed: int) -> None:
     request = unequal_case(seed)
     least = equal_treatment(request, Auto())
