@@ -15,19 +15,13 @@ from splitc.ir.graph import info, tensor_spec
 from splitc.ir.program import SizeSpec, TensorSpec
 from tests.support.capturing import capture, captured, node
 from tests.support.models import CASES, CLASSES, Made, Recurrent, SmallVGG, images, labels, sequences, vectors
-from tests.support.sampling import in_tiers, sampled
+from tests.support.sampling import in_tiers
 
 
 @in_tiers("cases", CASES, one_in=12)
 def test_the_graph_computes_the_models_loss_and_gradients_at_any_batch(cases: list[Any]) -> None:
     for name in cases:
         captured(*CASES[name].make())
-
-
-@sampled("dtype", [torch.bfloat16, torch.float64], one_in=2)
-def test_other_precisions_are_captured_as_they_are(dtype: torch.dtype) -> None:
-    program = captured(*CASES["mlp"].make(dtype))
-    assert tensor_spec(program.loss).dtype is dtype and program.tensors["0.weight"].dtype is dtype
 
 
 def test_specs_know_the_batch_dimension_of_every_value() -> None:

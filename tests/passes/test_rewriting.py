@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from textwrap import dedent
-
 import pytest
 
 from splitc.errors import InternalError
@@ -25,23 +23,6 @@ def test_lowering_without_checks_gives_the_same_program() -> None:
     for strategy in ["parameter_server", "modulo_shard(mp=2)", "late_multiply"]:
         program = placed_pair(2, strategy)
         assert all_text(lower_unchecked(program)) == all_text(lower(program)), strategy
-
-
-def test_passes_run_in_reading_order() -> None:
-    seen: list[str] = []
-    lower(placed_pair(2, "data_parallel"), lambda each, program, seconds: seen.append(each.name))
-    assert "\n".join(seen) == dedent("""\
-        scale-loss
-        insert-comm
-        assign-states
-        late-multiply
-        synchronise-norms
-        divide-roles
-        split-ranks
-        deal-neurons
-        bucket-gradients
-        insert-pulls
-        schedule""")
 
 
 def test_only_lower_checks_what_passes_ensure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,14 +72,6 @@ def test_a_ready_cluster_is_a_device_with_a_link_where_its_name_is_made_of_both(
         load_cluster("rtx4090-5gbe")
 
 
-def test_the_v100_clusters_differ_in_their_link_only() -> None:
-    device = load_cluster("v100-10gbe").device
-    assert (device.flop_rate["float32"], device.memory_bandwidth) == (15.7e12, 900e9), "of its data sheet"
-    for gbit in (10, 25, 40, 100):
-        cluster = load_cluster(f"v100-{gbit}gbe")
-        assert cluster.link.bandwidth == gbit * 1e9 / 8 and cluster.device == device
-
-
 def test_one_gpu_is_the_same_in_all_files() -> None:
     """But for the names that a file may give it, the numbers of a board do not depend on the network."""
     for names in (

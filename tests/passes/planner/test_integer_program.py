@@ -70,6 +70,7 @@ def test_prices_checks_and_bounds_are_those_of_the_equations() -> None:
         assert start is None or not broken_equations(problem, start), seed
 
 
+@pytest.mark.slow
 def test_the_random_problems_meet_every_case() -> None:
     """Else the tests above prove less than they say."""
     problems = [random_problem(seed) for seed in SEEDS]

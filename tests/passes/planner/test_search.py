@@ -160,6 +160,7 @@ def test_the_best_way_to_divide_linear_layers_is_the_best_of_all(world: int, ban
         assert_best(request, strategy)
 
 
+@pytest.mark.slow
 def test_the_random_programs_meet_every_case() -> None:
     """Else the tests above prove less than they say."""
     found = possible = tied = pinned = beyond_a_chain = 0
