@@ -189,5 +189,8 @@ def test_progress_names_what_is_running(calls: list[str]) -> None:
     program = analysis.analyse(Net(), example, now=lambda what: steps.append(f"{what} {len(calls)}"))
     assert steps == ["tracing 0", "validating 1", "tracing the evaluation of 2", "counting the layers of 2"]
     steps.clear()
-    specialise(program, Settings(2, cluster="v100-10gbe"), now=steps.append)
-    assert steps == ["writing programs for", "simulating", "measuring the memory of"]
+    settings = Settings(2, cluster="v100-10gbe")
+    plan = specialise(program, settings, now=steps.append).plan
+    assert steps == ["writing programs for", "simulating"], "its memory was measured when it was chosen"
+    specialise(program, settings, plan, now=steps.append)
+    assert steps[2:] == ["writing programs for", "simulating", "measuring the memory of"]
