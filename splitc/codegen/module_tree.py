@@ -40,9 +40,11 @@ class ModuleTree:
             self._modules[path] = call
         whole = set(names_in(program.root, "")) if "" in self._regions else set[str]()
         self._whole = whole.union(*(h.names for h in self._held if not whole.isdisjoint((h.name, *h.names))))
-        own = [(feature.held_as, stage, name) for stage in stages for name in stage.shards for feature in features()]
-        how = {name: "sharded" for stage in stages for name in stage.shards}
-        how |= {name: word for held_as, stage, name in own if (word := held_as(stage, name))}
+        sharded = ((stage, name) for stage in stages for name in stage.shards)
+        how = {
+            name: next(filter(None, (each.held_as(stage, name) for each in features())), "sharded")
+            for stage, name in sharded
+        }
         divided = {name.rpartition(".")[0]: word for name, word in how.items()}
         self._notes = {path: f"  # {divided[path]}, see rankN.py" for path in self._modules if path in divided}
         self._tensors = {
