@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset, get_worker_info
 
 import splitc
+from splitc.compiled import CompiledProgram
 from splitc.deferred import DeferredWorker
 from splitc.runtime.worker import Worker
-from tests.support.compiled import CLUSTER
+from tests.support.compiled import CLUSTER, compiled
 from tests.support.ranks import sgd
 
 WORLD, BATCH = 2, 4
@@ -49,6 +51,13 @@ class Examples(TensorDataset):
             note_pid()
         values: tuple[Tensor, ...] = super().__getitem__(k)  # type: ignore[no-untyped-call]
         return values
+
+
+@cache
+def program(strategy: str = SEPARATION, world: int = WORLD) -> CompiledProgram:
+    """The perceptron, once for all tests that change nothing in it."""
+    x, y = Examples()[:BATCH]
+    return compiled(Perceptron(), (x,), y, F.cross_entropy, world, strategy)
 
 
 def note_pid() -> None:
@@ -93,8 +102,8 @@ def main(folder: Path) -> None:
     """Train by a worker of a compiled program, then by one that compiles on its first batch; keep what rank 0 saw."""
     model = Perceptron(seed=5 + int(os.environ["RANK"]))  # rank 0's weights count
     x, y = Examples()[:BATCH]
-    compiled = splitc.compile(model, WORLD, (x,), y, F.cross_entropy, strategy=SEPARATION, cluster=CLUSTER)
-    first = compiled.worker(sgd)
+    made = splitc.compile(model, WORLD, (x,), y, F.cross_entropy, strategy=SEPARATION, cluster=CLUSTER)
+    first = made.worker(sgd)
     train(first, folder / "compiled.pt", BATCH)
     deferred = splitc.compile(model, WORLD, loss=F.cross_entropy, strategy=SEPARATION, cluster=CLUSTER)
     second = deferred.worker(sgd)

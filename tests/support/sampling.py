@@ -1,4 +1,4 @@
-"""Which cells of a matrix of tests run every day: the others are slow, and run with all tests."""
+"""Which cells of a matrix of tests there are, and which of them run every day: the others run with all tests."""
 
 from __future__ import annotations
 
@@ -40,16 +40,6 @@ def in_tiers(name: str, cases: Iterable[Any], *, one_in: int) -> pytest.MarkDeco
     return pytest.mark.parametrize(name, cells)
 
 
-def staggered(one_in: int, **values: Iterable[Any]) -> pytest.MarkDecorator:
-    """`pytest.mark.parametrize` over all combinations; one in so many runs every day, and each value is among those."""
-    dims = [list(each) for each in values.values()]
-    cells = [(sum(at), [dim[k] for dim, k in zip(dims, at, strict=True)]) for at in product(*map(_indices, dims))]
-    everyday = [cell for place, cell in cells if place % one_in == 0]
-    assert all(any(value is cell[k] for cell in everyday) for k, dim in enumerate(dims) for value in dim)
-    marked = [pytest.param(*cell, marks=pytest.mark.slow if place % one_in else ()) for place, cell in cells]
-    return pytest.mark.parametrize(tuple(values), marked)
-
-
 def in_pairs(everyday: int | None = None, **values: Iterable[Any]) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize` over few combinations in which each value of an axis meets each of any other axis.
 
@@ -88,3 +78,22 @@ def _cells(names: Iterable[str], dims: list[list[Any]], cells: list[Any], everyd
 
 def _indices(values: list[Any]) -> range:
     return range(len(values))
+
+
+def in_one(test: Callable[..., None]) -> Callable[[], None]:
+    """One test of all cells of a parametrised one, where a cell takes next to no time."""
+    ((names, cells),) = [mark.args for mark in test.pytestmark]  # type: ignore[attr-defined]
+    names = [names] if isinstance(names, str) else names
+
+    def run() -> None:
+        for cell in cells:
+            values = getattr(cell, "values", cell if len(names) > 1 else (cell,))
+            given = dict(zip(names, values, strict=True))
+            try:
+                test(**given)
+            except BaseException as error:
+                error.add_note(f"with {given}")
+                raise
+
+    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+    return run

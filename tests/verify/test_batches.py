@@ -14,6 +14,7 @@ from splitc.capture.validate.generic_data import Draw
 from splitc.verify.batches import draw_batches, split_batch
 from splitc.verify.reference import loss_of_copy
 from tests.support.capturing import captured
+from tests.support.sampling import in_one
 
 X, Y = torch.zeros(4, 3), torch.tensor([0, 1, 1, 0])
 
@@ -66,6 +67,7 @@ def test_where_generic_data_fail_the_rows_of_the_example_are_taken() -> None:
     assert drawn(Definite(3, 2), torch.eye(3).expand(4, 3, 3) * 2)[2] >= Draw.SEEN
 
 
+@in_one
 @pytest.mark.parametrize("local_batches", [(3, 2), (5, 0)])
 def test_each_reader_gets_its_rows_of_every_tensor(local_batches: tuple[int, ...]) -> None:
     program, (batch, _), _ = drawn(nn.Linear(3, 2), size=5)

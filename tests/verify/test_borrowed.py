@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from splitc.verify.borrowed import borrowed
+from tests.support.sampling import in_one
 
 
 def lent() -> Any:
@@ -48,6 +49,7 @@ def test_it_comes_back_from_an_error_too() -> None:
     assert model.count == 0
 
 
+@in_one
 @pytest.mark.parametrize("where", ["model", "loss"])
 def test_it_may_be_lent_in_another_precision(where: str) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
