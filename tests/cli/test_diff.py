@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from splitc.cli.diffing import Difference, decided, layers, predicted
+from splitc.cli.diffing import Difference, decided, layers
 from splitc.ir.plan import Plan
 from tests.support.command import splitc
 from tests.support.every_strategy import planned
@@ -44,18 +44,6 @@ def test_consecutive_layers_that_differ_alike_are_one_line() -> None:
     assert Difference("fc6 to fc7 (2 layers)", "conv all_reduce", "all late_multiply") in found
     fewer = replace(after, placements={name: place for name, place in after.placements.items() if name != "fc7"})
     assert list(layers(after, fewer)) == [Difference("fc7", after.placements["fc7"].role + " late_multiply", "")]
-
-
-def test_a_plan_differs_in_nothing_from_itself() -> None:
-    one = plan("modulo_shard(mp=2)")
-    read = Plan.from_json(one.to_json())
-    assert not [*decided(one, read), *layers(one, read), *predicted(one, read)]
-
-
-def test_what_both_plans_predict_is_compared() -> None:
-    found = {each.what: each for each in predicted(plan("data_parallel"), plan("data_parallel", 2))}
-    assert {"step, simulated", "sent by the busiest rank"} <= found.keys()
-    assert found["step, simulated"].after.endswith("x)")
 
 
 def test_builds_and_files_are_compared_and_a_difference_is_exit_code_1(capsys: Capture, files: Path) -> None:

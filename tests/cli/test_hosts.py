@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.nn.functional as F
 
 from splitc.cli.hosts import Host, parse_hosts
 from splitc.errors import LaunchError
 from tests import ROOT
-from tests.support.compiled import compiled
 from tests.support.hosts import ADDRESSES, environment, stand_in_for_ssh, two_hosts
-from tests.support.launched import BATCH, SEPARATION, WORLD, Examples, Perceptron
+from tests.support.launched import program
 
 
 def test_hosts_share_the_ranks_that_have_no_number() -> None:
@@ -28,16 +26,13 @@ def test_hosts_share_the_ranks_that_have_no_number() -> None:
     assert parse_hosts("a:1,b:3", 4) == [Host("a", 1), Host("b", 3)]
 
 
-@pytest.mark.parametrize("text", ["a,b,c", "a:1,b:1", "a:4,b", "a:5"])
-def test_hosts_that_do_not_share_the_ranks_are_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match=rf"--hosts {text}: the build has 4 ranks, .* as in a:2,b:2"):
-        parse_hosts(text, 4)
-
-
-@pytest.mark.parametrize("text", ["", "a,,b", "a:x", ":2"])
-def test_what_is_no_host_is_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match="is no host; write names or addresses, with ranks: a,b:2"):
-        parse_hosts(text, 4)
+def test_hosts_that_are_none_or_do_not_share_the_ranks_are_refused() -> None:
+    for text in ("a,b,c", "a:1,b:1", "a:4,b", "a:5"):
+        with pytest.raises(LaunchError, match=rf"--hosts {text}: the build has 4 ranks, .* as in a:2,b:2"):
+            parse_hosts(text, 4)
+    for text in ("", "a,,b", "a:x", ":2"):
+        with pytest.raises(LaunchError, match="is no host; write names or addresses, with ranks: a,b:2"):
+            parse_hosts(text, 4)
 
 
 # -- with processes ----------------------------------------------------------------------------------------------------
@@ -45,9 +40,7 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    x, y = Examples()[:BATCH]
-    program = compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, SEPARATION)
-    return program.save(tmp_path_factory.mktemp("built") / "build")
+    return program().save(tmp_path_factory.mktemp("built") / "build")
 
 
 @pytest.fixture(scope="module")

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from splitc.cli.plan_file import read_plan_file
-from splitc.compiled import CompiledProgram
 from splitc.cost_models.calibration.correction import Factors, corrected, factors_of
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.simulation.timeline import simulate
@@ -25,30 +21,19 @@ from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster, Rate, Unlike
 from splitc.ir.cluster_file import digest, parse_cluster, to_toml
 from splitc.ir.plan import Plan
-from splitc.report.measurement import as_text, error_of, factors_in_words, read_measurement
 from splitc.runtime.launch import torchrun
 from splitc.runtime.transport.phases import Phases
 from tests.cost_models.simulation.test_timeline import toy
 from tests.support.command import splitc
-from tests.support.compiled import CLUSTER, compiled
+from tests.support.compiled import CLUSTER
 from tests.support.every_strategy import planned
-from tests.support.launched import BATCH, SEPARATION, WORLD, Examples, Perceptron
+from tests.support.launched import BATCH, WORLD, program
+from tests.support.sampling import along
 
 Capture = pytest.CaptureFixture[str]
 PREDICTED = [Phases(rank, 0.050, 0.040, 0.010, 0.020, 4000.0) for rank in range(WORLD)]
 MEASURED = [Phases(0, 0.100, 0.060, 0.040, 0.050, 4000.0), Phases(1, 0.098, 0.060, 0.038, 0.050, 4400.0)]
 KNOWN = load_cluster(CLUSTER)
-
-
-@cache
-def program() -> CompiledProgram:
-    x, y = Examples()[:BATCH]
-    return compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, SEPARATION)
-
-
-def in_rounds(period: int) -> CompiledProgram:
-    x, y = Examples()[:BATCH]
-    return compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, f"local_sgd(period={period})")
 
 
 @pytest.fixture
@@ -108,15 +93,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_keeps_its_prediction_and_its_hash_does_not_depend_on_it() -> None:
-    plan = program().plan
-    predicting = with_phases(plan, PREDICTED, KNOWN)
-    assert predicting.hash == plan.hash
-    assert Plan.from_json(predicting.to_json()).prediction == predicting.prediction
-    assert predicting.prediction.phases == tuple(PREDICTED) and predicting.prediction.priced_on == digest(KNOWN)
-    assert json.loads(predicting.to_json())["predicted"][1] == asdict(PREDICTED[1])
-
-
 def test_a_plan_file_without_a_prediction_can_still_be_read(tmp_path: Path) -> None:
     plan = unpredicted(program().plan)
     data = json.loads(plan.to_json())
@@ -125,29 +101,23 @@ def test_a_plan_file_without_a_prediction_can_still_be_read(tmp_path: Path) -> N
     assert read_plan_file(tmp_path / "plan.json") == plan
 
 
-@pytest.mark.parametrize(
-    ("predicted", "problem"),
-    [
+def test_a_prediction_that_makes_no_sense_is_told(tmp_path: Path) -> None:
+    cases: list[tuple[Any, str]] = [
         (3, "predicted is 3; it must be a list"),
         ([{"rank": 0}, {"rank": 1}], "predicted: number 0: step is missing"),
-        ([asdict(PREDICTED[1])], "predicted: it must be for each rank of a world of 2"),
         ([asdict(PREDICTED[0])], "predicted: it must be for each rank of a world of 2"),
-        (
-            [asdict(PREDICTED[1]), asdict(PREDICTED[0])],
-            "predicted: it must be for each rank of a world of 2, in their order",
-        ),
+        ([asdict(PREDICTED[1]), asdict(PREDICTED[0])], "it must be for each rank of a world of 2, in their order"),
         ([{**asdict(each), "step": -1} for each in PREDICTED], "predicted: all numbers must be at least 0"),
         (
             [{**asdict(each), "step": "1 s"} for each in PREDICTED],
-            "predicted: number 0: step is '1 s'; it must be a finite number",
+            "number 0: step is '1 s'; it must be a finite number",
         ),
-    ],
-)
-def test_a_prediction_that_makes_no_sense_is_told(predicted: Any, problem: str, tmp_path: Path) -> None:
-    data = {**json.loads(program().plan.to_json()), "predicted": predicted}
-    (tmp_path / "plan.json").write_text(json.dumps(data))
-    with pytest.raises(LaunchError, match=problem):
-        read_plan_file(tmp_path / "plan.json")
+    ]
+    for predicted, problem in cases:
+        data = {**json.loads(program().plan.to_json()), "predicted": predicted}
+        (tmp_path / "plan.json").write_text(json.dumps(data))
+        with pytest.raises(LaunchError, match=problem):
+            read_plan_file(tmp_path / "plan.json")
 
 
 def test_the_digest_of_a_cluster_is_that_of_its_prices() -> None:
@@ -198,7 +168,7 @@ def test_the_medians_of_all_steps_are_compared_with_the_prediction(
 def test_the_figures_of_rounds_are_means_over_as_many_steps_as_a_round_has(
     build: Path, ranks: Callable[..., Ran], capsys: Capture
 ) -> None:
-    in_rounds(3).save(build)
+    program("local_sgd(period=3)").save(build)
     within = [replace(each, step=0.01, compute=0.01, waiting=0.0, sent_bytes=0.0) for each in MEASURED]
     called = ranks(file_of([within, within, MEASURED, within, MEASURED, within, within]))
     done = splitc(capsys, "run build --measure --json")
@@ -212,13 +182,6 @@ def test_the_figures_of_rounds_are_means_over_as_many_steps_as_a_round_has(
     assert (
         few.code == 2 and "--steps 5: --measure leaves out the first 3 steps and takes whole rounds; give 6" in few.err
     )
-
-
-def test_enough_steps_for_two_rounds_are_measured(build: Path, ranks: Callable[..., Ran], capsys: Capture) -> None:
-    in_rounds(20).save(build)
-    called = ranks(file_of([MEASURED] * 40))
-    assert splitc(capsys, "run build --measure").code == 0
-    assert called[0][-2:] == ["--steps", "43"]
 
 
 def test_without_a_prediction_the_table_has_what_was_measured_and_says_why(
@@ -248,24 +211,6 @@ def test_what_passes_between_steps_and_another_batch_are_told(
     assert "new.toml was not written: nothing could be compared" in text
 
 
-@pytest.mark.parametrize(
-    ("predicted", "measured", "error"), [(1.0, 2.0, -0.5), (3.0, 2.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, None)]
-)
-def test_the_error_is_that_of_the_prediction(predicted: float, measured: float, error: float | None) -> None:
-    assert error_of(predicted, measured) == error
-
-
-def test_a_prediction_that_is_far_off_and_long_names_stay_in_the_table(tmp_path: Path) -> None:
-    (tmp_path / "m.json").write_text(file_of([[replace(e, compute=1e-6) for e in MEASURED]]))
-    plan = program().plan
-    long = "a_role_whose_name_is_much_too_long_for_a_table"
-    roles = {long if k == 0 else role: ranks for k, (role, ranks) in enumerate(plan.roles.items())}
-    examples = {name: plan.batch_offsets[role] for name, role in zip(roles, plan.roles, strict=True)}
-    plan = with_phases(replace(plan, roles=roles, batch_offsets=examples), PREDICTED, KNOWN)
-    text = as_text("build", plan, read_measurement(tmp_path / "m.json"))
-    assert "40000x" in text and max(map(len, text.splitlines())) <= 80
-
-
 def test_json_is_all_of_standard_output(build: Path, ranks: Callable[..., Ran], capsys: Capture) -> None:
     plan = predicting(build)
     ranks(file_of([MEASURED]))
@@ -281,16 +226,6 @@ def test_json_is_all_of_standard_output(build: Path, ranks: Callable[..., Ran], 
     assert "wrote t.json" in done.err
 
 
-def test_the_trace_has_the_measured_spans(build: Path, ranks: Callable[..., Ran], capsys: Capture) -> None:
-    ranks(file_of([MEASURED]))
-    assert splitc(capsys, "run build --measure --trace t.json").code == 0
-    events = json.loads(Path("t.json").read_text())["traceEvents"]
-    (span,) = [event for event in events if event["ph"] == "X"]
-    assert (span["pid"], span["name"], span["dur"]) == (1, "receive from rank 0", 0.5e6)
-    role = program().plan.roles_of(1)[0]
-    assert {"rank 1 " + role + " measured"} == {e["args"]["name"] for e in events if e["name"] == "process_name"}
-
-
 # -- the correction ----------------------------------------------------------------------------------------------------
 
 
@@ -302,23 +237,15 @@ def test_factors_are_of_sums_over_ranks_and_of_links_only_where_much_was_predict
     assert factors_of([Phases(0, 1, 0, 1, 0, 0)], measured[:1]).empty
 
 
-def test_factors_are_told_in_words() -> None:
-    assert factors_in_words(Factors(1.18, 0.5), "x") == (
-        "this machine computes 1.18 times slower than cluster x says; its transfers are 2.00 times faster than it says"
-    )
-    assert factors_in_words(Factors(1.001, None), "x").startswith(
-        "this machine computes as fast as cluster x says; no rank"
-    )
-    assert factors_in_words(Factors(None, 2.0), "x") == "its transfers are 2.00 times slower than cluster x says"
-
-
-@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation(n_c=1, n_f=1)", "modulo_shard(mp=2)"])
-@pytest.mark.parametrize(("compute", "communication"), [(1.25, 3.0), (0.5, 0.8), (2.0, 1.0)])
+@along(
+    strategy=["data_parallel", "layer_separation(n_c=1, n_f=1)", "modulo_shard(mp=2)"],
+    factors=[(1.25, 3.0), (0.5, 0.8), (2.0, 1.0)],
+)
 def test_on_the_corrected_cluster_what_was_measured_is_what_is_predicted(
-    strategy: str, compute: float, communication: float
+    strategy: str, factors: tuple[float, float]
 ) -> None:
     """By simulating a machine that differs from its description by two factors, without latencies."""
-    asked = planned(2, strategy).program
+    (compute, communication), asked = factors, planned(2, strategy).program
     described = toy(bandwidth=1e5, latency=0.0)
     rate = described.link.bandwidth / communication
     device = replace(described.device.scaled(1 / compute), launch=described.device.launch * compute)
@@ -379,48 +306,35 @@ def test_a_users_cluster_file_is_corrected_and_kept_as_it_was(
     assert parse_cluster(Path("ours.toml.bak2").read_text(), "") == found
 
 
-def test_a_known_cluster_is_corrected_into_a_new_file_under_its_name(
-    build: Path, ranks: Callable[..., Ran], capsys: Capture
-) -> None:
-    predicting(build)
-    ranks(file_of([MEASURED]))
-    done = splitc(capsys, "run build --measure --correct mine.toml")
-    assert done.code == 0 and "wrote mine.toml\n" in done.out
-    found = load_cluster("mine.toml")
-    assert found.name == "mine" and digest(found) == digest(corrected(KNOWN, Factors(1.5, 2.5), WORLD))
-    assert found.source.startswith(KNOWN.source)
-    again = splitc(capsys, "run build --measure --correct mine.toml")
-    assert again.code == 2 and "compile the model with --cluster mine.toml" in again.err
-
-
 # -- what is wrong -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ("--trace t.json", "--trace belongs to --measure"),
-        ("--json", "--json belongs to --measure"),
-        ("--measure --steps 3", "--measure leaves out the first 3 steps; give 4 or more"),
-        ("--measure --trace nowhere/t.json", "--trace nowhere/t.json: there is no folder"),
-        ("--measure --trace build", "--trace build: it is a folder"),
-        ("--measure --correct mine", "a cluster file ends in .toml"),
-        ("--measure --correct nowhere/mine.toml", "--correct nowhere/mine.toml: there is no folder"),
-        ("--measure --correct other.toml", "describes cluster other, but the build was planned for cluster v100-10gbe"),
-        ("--measure --correct broken.toml", "broken.toml is no TOML file"),
-        ("--measure --mesure", "did you mean --measure?"),
-        ("--measure=3", "ignored explicit argument"),
-    ],
-)
+WRONG = [
+    ("--trace t.json", "--trace belongs to --measure"),
+    ("--measure --steps 3", "--measure leaves out the first 3 steps; give 4 or more"),
+    ("--measure --trace nowhere/t.json", "--trace nowhere/t.json: there is no folder"),
+    ("--measure --trace build", "--trace build: it is a folder"),
+    ("--measure --correct mine", "a cluster file ends in .toml"),
+    ("--measure --correct other.toml", "describes cluster other, but the build was planned for cluster v100-10gbe"),
+    ("--measure --correct broken.toml", "broken.toml is no TOML file"),
+    ("--measure --mesure", "did you mean --measure?"),
+]
+
+
 def test_what_is_wrong_is_said_before_a_process_starts(
-    options: str, problem: str, build: Path, ranks: Callable[..., Ran], capsys: Capture
+    build: Path, ranks: Callable[..., Ran], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     predicting(build)
     Path("other.toml").write_text(to_toml(replace(toy(), name="other")))
     Path("broken.toml").write_text("name = ")
     called = ranks()
-    done = splitc(capsys, f"run build {options}")
-    assert done.code == 2 and problem in done.err
+    for options, problem in WRONG:
+        done = splitc(capsys, f"run build {options}")
+        assert done.code == 2 and problem in done.err
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "t.json")  # root may write anywhere
+    Path("t.json").touch()
+    done = splitc(capsys, "run build --measure --trace t.json")
+    assert done.code == 2 and "--trace t.json: t.json cannot be written to" in done.err
     assert called == []
 
 
@@ -437,18 +351,6 @@ def test_a_correction_needs_a_prediction_and_a_cluster_that_can_be_found(
     assert called == []
 
 
-def test_a_file_that_cannot_be_written_is_told(
-    build: Path, ranks: Callable[..., Ran], capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    predicting(build)
-    called = ranks()
-    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "t.json")  # root may write anywhere
-    Path("t.json").touch()
-    done = splitc(capsys, "run build --measure --trace t.json")
-    assert done.code == 2 and "--trace t.json: t.json cannot be written to" in done.err
-    assert called == []
-
-
 def test_a_build_that_brings_the_runtime_of_another_splitc_is_not_measured(
     tmp_path: Path, ranks: Callable[..., Ran], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,15 +361,6 @@ def test_a_build_that_brings_the_runtime_of_another_splitc_is_not_measured(
     (tmp_path / "build" / "splitc" / "runtime" / "transport" / "recorder.py").unlink()
     done = splitc(capsys, "run build --measure")
     assert done.code == 2 and "brings the runtime of another splitc" in done.err
-
-
-def test_a_launch_script_of_the_users_own_gets_all_options(
-    build: Path, ranks: Callable[..., Ran], capsys: Capture
-) -> None:
-    (build / "launch.py").write_text("print('mine')\n")
-    called = ranks()
-    assert splitc(capsys, "run build --measure --fancy 3").code == 0
-    assert called == [["build/launch.py", "--measure", "--fancy", "3"]]
 
 
 def test_ranks_that_fail_or_leave_nothing_are_told(build: Path, ranks: Callable[..., Ran], capsys: Capture) -> None:
@@ -503,16 +396,3 @@ def test_a_build_is_measured_on_real_ranks_and_its_cluster_corrected(build: Path
     assert {span["cat"] for span in spans} == {"compute", "wait", "comm"}
     assert max(span["ts"] + span["dur"] for span in spans) < 60e6
     torch.load("state.pt", weights_only=True)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_standalone_build_writes_its_measurement_without_splitc(tmp_path: Path, capfd: Any) -> None:
-    folder = program().save(tmp_path / "alone", standalone=True)
-    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
-    arguments = [str(folder / "launch.py"), "--steps", "5", "--measure", str(tmp_path / "m.json")]
-    assert torchrun.torchrun(arguments, WORLD).returncode == 0
-    measured = read_measurement(tmp_path / "m.json")
-    assert (measured.steps, measured.warm_up, measured.examples) == (2, 3, BATCH)
-    for phases in measured.ranks:
-        assert phases.step > 0 and phases.sent_bytes > 0

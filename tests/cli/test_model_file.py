@@ -7,20 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from splitc.cli.example_input import parse_sizes, rows
+from splitc.cli.example_input import parse_sizes
 from splitc.cli.model_file import ModelFile, load_model
 from splitc.errors import CaptureError
 from tests.support.command import NET, edited
 
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("net", "package", "package.net"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+pytestmark = pytest.mark.usefixtures("net")
 
 
 def write(text: str, name: str = "net.py") -> str:
@@ -33,13 +27,13 @@ def shapes(file: ModelFile) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in file.example.tensors.items()}
 
 
-@pytest.mark.parametrize(
-    "model", ["model = Net", "model = Net()", "def model():\n    return Net()", "model = lambda: Net()"]
-)
-def test_a_model_is_a_module_a_class_or_a_function(model: str) -> None:
-    file = load_model(write(edited(model=model)))
-    assert type(file.model).__name__ == "Net" and file.name == "Net"
-    assert shapes(file) == {"x": (4, 6), "target": (4,)} and callable(file.example.loss)
+def test_a_model_is_a_module_a_class_or_a_function_and_a_loss_a_function_or_a_module() -> None:
+    for model in ("model = Net", "model = Net()", "def model():\n    return Net()", "model = lambda: Net()"):
+        file = load_model(write(edited(model=model)))
+        assert type(file.model).__name__ == "Net" and file.name == "Net"
+        assert shapes(file) == {"x": (4, 6), "target": (4,)} and callable(file.example.loss)
+    for loss in ("loss = nn.CrossEntropyLoss", "loss = nn.CrossEntropyLoss()"):
+        assert isinstance(load_model(write(edited(loss=loss))).example.loss, nn.CrossEntropyLoss)
 
 
 def test_a_model_of_another_name_and_of_a_package() -> None:
@@ -50,24 +44,10 @@ def test_a_model_of_another_name_and_of_a_package() -> None:
     assert load_model("package.net:Net").name == "Net"
 
 
-def test_a_sequential_is_called_after_its_file() -> None:
-    assert load_model(write(edited(model="model = nn.Sequential(nn.Linear(6, 3))"))).name == "net"
-
-
 def test_a_file_may_have_the_name_of_a_module_of_python() -> None:
     before = sys.modules["json"]
     assert load_model(write(NET, "json.py")).name == "Net"
     assert sys.modules["json"] is before
-
-
-def test_a_file_is_read_anew_every_time() -> None:
-    assert shapes(load_model(write(NET)))["x"] == (4, 6)
-    assert shapes(load_model(write(NET.replace("batch=4", "batch=5"))))["x"] == (5, 6)
-
-
-@pytest.mark.parametrize("loss", ["loss = nn.CrossEntropyLoss", "loss = nn.CrossEntropyLoss()"])
-def test_a_loss_may_be_a_module_or_its_class(loss: str) -> None:
-    assert isinstance(load_model(write(edited(loss=loss))).example.loss, nn.CrossEntropyLoss)
 
 
 def test_a_loss_of_the_output_alone_needs_no_target() -> None:
@@ -75,11 +55,9 @@ def test_a_loss_of_the_output_alone_needs_no_target() -> None:
     assert not load_model(write(text)).example.targets
 
 
-@pytest.mark.parametrize(
-    "example", ["example = torch.randn(4, 6)", "example = [torch.randn(4, 6)]", "example = {'x': torch.randn(4, 6)}"]
-)
-def test_an_example_is_a_tensor_several_or_named_ones(example: str) -> None:
-    assert shapes(load_model(write(edited(example=example)))) == {"x": (4, 6), "target": (4,)}
+def test_an_example_is_a_tensor_several_or_named_ones() -> None:
+    for example in ("torch.randn(4, 6)", "[torch.randn(4, 6)]", "{'x': torch.randn(4, 6)}"):
+        assert shapes(load_model(write(edited(example=f"example = {example}")))) == {"x": (4, 6), "target": (4,)}
 
 
 # -- --input -----------------------------------------------------------------------------------------------------------
@@ -98,12 +76,12 @@ def test_functions_of_batch_make_the_batch_that_is_asked_for() -> None:
     assert shapes(file) == {"x": (7, 6), "target": (7,)}
 
 
-@pytest.mark.parametrize(("batch", "expected"), [(3, [0, 1, 2]), (6, [0, 1, 2, 0, 1, 2])])
-@pytest.mark.parametrize("form", ["target = {}", "def target():\n    return {}"])
-def test_a_target_that_is_there_is_cut_or_repeated(batch: int, expected: list[int], form: str) -> None:
-    text = edited(target=form.format("torch.tensor([0, 1, 2])"), example="example = torch.randn(3, 6)")
-    assert load_model(write(text), f"{batch}x6").example.targets["target"].tolist() == expected
-    assert shapes(load_model(write(text), f"{batch}"))["x"] == (batch, 6)
+def test_a_target_that_is_there_is_cut_or_repeated() -> None:
+    for form in ("target = {}", "def target():\n    return {}"):
+        path = write(edited(target=form.format("torch.tensor([0, 1, 2])"), example="example = torch.randn(3, 6)"))
+        for batch, expected in ((3, [0, 1, 2]), (6, [0, 1, 2, 0, 1, 2])):
+            assert load_model(path, f"{batch}x6").example.targets["target"].tolist() == expected
+            assert shapes(load_model(path, f"{batch}"))["x"] == (batch, 6)
 
 
 def test_an_example_of_other_sizes_is_like_the_files_own() -> None:
@@ -122,11 +100,6 @@ def test_input_stands_in_for_an_example_that_is_not_there() -> None:
     assert x.shape == (5, 6) and x.dtype == torch.float64
     with pytest.raises(CaptureError, match="give all sizes"):
         load_model(write(text), "5")
-
-
-def test_rows_keep_scalars_and_go_into_tuples() -> None:
-    first, second = rows((torch.arange(4), torch.tensor(1.0)), 2)
-    assert isinstance(first, Tensor) and first.tolist() == [0, 1] and second.dim() == 0
 
 
 @pytest.mark.parametrize("example", ["torch.randn(4, 6)", "lambda batch=4: torch.randn(batch, 6)", "None"])

