@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from benchmarks.approximate.__main__ import main
-from benchmarks.approximate.campaign import wanted
 from benchmarks.approximate.curves import Bed, Curve, Key, Point, Results
-from benchmarks.approximate.data import Data, digits
+from benchmarks.approximate.data import Data
 from benchmarks.approximate.methods import METHODS
-from benchmarks.approximate.report import BEGIN, END, report, time_to
-from benchmarks.approximate.tasks import SAMPLE, TASKS, Task, batch_indices, held_out
-from benchmarks.errors import BenchmarkError
+from benchmarks.approximate.report import BEGIN, END, report
+from benchmarks.approximate.tasks import SAMPLE, TASKS, held_out
+from tests.support.sampling import in_one
 
 BED = Bed("mnist", 2, compute=0.02, rate=1e7, cluster="name = 1", about="today, here")
 
@@ -31,18 +30,10 @@ def curve(
 # -- what is read from a curve -----------------------------------------------------------------------------------------
 
 
+@in_one
 @pytest.mark.parametrize(("accuracy", "seconds"), [(0.25, 2.0), (0.5, 2.0), (0.7, 3.0), (0.9, 4.0), (0.95, None)])
 def test_the_time_to_an_accuracy_is_linear_between_two_points(accuracy: float, seconds: float | None) -> None:
     assert curve(seconds=2.0).time_to(accuracy) == (None if seconds is None else pytest.approx(seconds))
-
-
-def test_an_accuracy_that_is_lost_again_was_reached() -> None:
-    assert curve(accuracies=(0.5, 0.9, 0.6, 0.95)).time_to(0.9) == pytest.approx(2.0)
-
-
-def test_the_mean_time_of_seeds_is_none_where_one_of_them_never_comes_there() -> None:
-    assert time_to([curve(), curve(seconds=3.0)], 0.9) == pytest.approx(4.0)
-    assert time_to([curve(), curve(accuracies=(0.5, 0.8))], 0.9) is None
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
@@ -66,29 +57,6 @@ def test_a_curve_of_another_recipe_is_measured_again_and_replaces_the_old_one(tm
     assert Results(file).missing([(old.key, curve().recipe)]) == [old.key]
     Results(file).add(curve(seconds=9.0))
     assert Results(file).curves == {old.key: curve(seconds=9.0)}
-
-
-def test_a_line_that_was_cut_off_is_dropped_and_the_next_one_stands_alone(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    Results(file).add(BED)
-    file.write_text(file.read_text() + '{"kind": "cur')
-    results = Results(file)
-    results.add(curve())
-    assert len(Results(file).curves) == len(results.beds) == 1
-
-
-@pytest.mark.parametrize("line", ["hello", "[]", '{"kind": "plan"}', '{"kind": "bed", "task": "mnist"}'])
-def test_a_file_of_anything_else_is_refused_by_its_line(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "results.jsonl"
-    file.write_text(line + "\n")
-    with pytest.raises(BenchmarkError, match=r"results\.jsonl:1 is no line of a campaign"):
-        Results(file)
-
-
-def test_seeds_come_one_after_the_other_so_that_a_campaign_that_is_stopped_has_whole_ones() -> None:
-    keys = wanted(["mnist"], [2, 8], ["ddp", "ist 4", "auto"], seeds=2)
-    assert [(key.world, key.seed) for key in keys] == [(2, 0)] * 3 + [(2, 1)] * 2 + [(8, 0)] * 3
-    assert len(set(keys)) == 8 and Key("mnist", 2, "auto", 1) not in keys
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -132,31 +100,6 @@ def test_a_page_gets_the_tables_between_its_marks_and_the_same_curves_make_the_s
 
 
 # -- training and evaluation -------------------------------------------------------------------------------------------
-
-
-def test_a_curve_is_evaluated_between_rounds_often_at_first_and_at_the_end() -> None:
-    assert METHODS["ist 64"].evaluations(384) == [64, 128, 192, 256, 384]
-    for method in METHODS.values():
-        found = method.evaluations(384)
-        assert found[-1] == 384 and len(found) < 20 and all(step % method.period == 0 for step in found)
-    assert METHODS["ddp"].evaluations(10) == [4, 6, 8, 10]
-
-
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_every_task_has_whole_rounds_equal_parts_and_a_rate_for_each_method(task: Task) -> None:
-    assert all(task.steps % method.period == 0 and method.family in task.rates for method in METHODS.values())
-    assert all(task.batch % world == 0 for world in (2, 4, 8))
-
-
-def test_every_epoch_reads_each_example_once_but_for_its_odd_end() -> None:
-    steps = [batch_indices(10, batch=4, step=step, seed=3) for step in range(4)]
-    assert len(set(torch.cat(steps[:2]).tolist())) == len(set(torch.cat(steps[2:]).tolist())) == 8
-    assert not torch.equal(steps[0], steps[2]) and not torch.equal(steps[0], batch_indices(10, 4, 0, seed=4))
-
-
-def test_digits_are_held_out_from_every_class_alike_and_from_training() -> None:
-    found = digits(held_out=1000)
-    assert (len(found.labels), torch.bincount(found.held_out_labels).tolist()) == (4000, [100] * 10)
 
 
 def test_a_model_is_judged_with_the_means_and_deviations_of_training_examples() -> None:

@@ -10,15 +10,16 @@ from typing import Any, cast
 import pytest
 
 from benchmarks import accuracy
-from benchmarks.accuracy import RATES, STRATEGIES, cells, predicted_again
-from benchmarks.campaign import LEAST, LONG, MOST, TRIES, Campaign, Progress, Settings, steps_for
-from benchmarks.cases import MODELS, Case, predictions
+from benchmarks.accuracy import cells, predicted_again
+from benchmarks.campaign import LEAST, Campaign, Settings
+from benchmarks.cases import Case, predictions
 from benchmarks.errors import BenchmarkError
 from benchmarks.figures import MEDIAN, WORST, Cell, Figures, Result, report
 from benchmarks.session import Run, Session
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.cluster_file import to_toml
+from tests.support.sampling import in_one
 
 CELL = Cell("mlp", "data_parallel", 2, "230Mbit")
 MODEL = """
@@ -58,11 +59,6 @@ def figures(*results: Result) -> Figures:
 # -- cells -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_campaign_of_all_has_64_cells_and_each_is_there_once() -> None:
-    made = cells(list(MODELS), STRATEGIES, (2, 4), RATES)
-    assert len(made) == len(set(made)) == 64
-
-
 def test_what_no_bed_and_no_planner_knows_is_refused_before_anything_is_launched() -> None:
     with pytest.raises(PlacementError, match="unknown strategy 'data_paralel'"):
         cells(["mlp"], ["data_paralel"], [2], ["none"])
@@ -83,11 +79,6 @@ def test_a_step_of_all_ranks_lasts_from_the_last_begin_to_the_last_end() -> None
     assert both.seconds == ((2.0, 4.0, 3.5), (3.0, 3.0, 2.5))
 
 
-def test_time_between_steps_that_are_apart_does_not_count() -> None:
-    apart = Run(((0.0, 5.0), (1.0, 5.0)), ((2.0, 7.0), (2.0, 7.5)), (), (), (), 0.0)
-    assert apart.step_seconds == pytest.approx((1.0 + 2.5) / 2)
-
-
 def test_one_run_out_of_line_moves_neither_the_median_nor_the_noise() -> None:
     calm, startled = result(1.0, 1.1, 1.2, 1.3, 1.4), result(1.0, 1.1, 1.2, 1.3, 99.0)
     assert calm.measured == startled.measured == pytest.approx(1.2)
@@ -95,11 +86,7 @@ def test_one_run_out_of_line_moves_neither_the_median_nor_the_noise() -> None:
     assert result(1.0).noise == 0.0
 
 
-def test_an_error_tells_whether_too_much_was_predicted_or_too_little() -> None:
-    assert result(1.0, 2.0, 3.0, predicted=2.5).error("roofline") == pytest.approx(0.25)
-    assert result(1.0, 2.0, 3.0, predicted=1.5).error("roofline") == pytest.approx(-0.25)
-
-
+@in_one
 @pytest.mark.parametrize(
     ("errors", "within"),
     [
@@ -143,16 +130,12 @@ def test_the_table_shows_each_cell_marks_disturbed_ones_and_names_what_is_missin
     assert "- not measured: mlp modulo_shard, 3 ranks, unshaped: 3 ranks make no groups" in text
 
 
-def test_figures_without_a_run_make_no_table() -> None:
-    text = report(replace(figures(Result(CELL)), residuals={}))
-    assert text == "- not measured: mlp data_parallel, 2 ranks, 230Mbit: stopped before"
-
-
 def test_figures_read_back_from_their_json_are_equal() -> None:
     made = figures(result(0.1, 0.2, predicted=0.11), Result(CELL, why="no plan"))
     assert Figures.from_json(made.to_json(), "here") == made
 
 
+@in_one
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "results": [{}]}', '{"schema": 2}'])
 def test_a_text_that_is_no_figures_is_refused_by_its_name(text: str) -> None:
     with pytest.raises(BenchmarkError, match=r"^some\.json "):
@@ -185,10 +168,6 @@ def test_plans_of_an_earlier_campaign_are_predicted_again_on_its_clusters(tmp_pa
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
-
-
-def test_short_steps_are_counted_more_often_up_to_a_limit() -> None:
-    assert [steps_for(seconds) for seconds in (10.0, LONG / LEAST, 0.125, 1e-9)] == [LEAST, LEAST, 8, MOST]
 
 
 class Rehearsal:
@@ -228,48 +207,8 @@ def test_a_run_is_repeated_while_others_disturb_it_and_the_rate_is_the_cells(tmp
     assert (session.asked, session.rates) == ([LEAST] * 3, [28.75e6])
 
 
-def test_after_some_tries_the_quietest_run_is_kept(tmp_path: Path) -> None:
-    session = Rehearsal(1.0, *[0.5, 0.2, 0.4, 0.3, 0.0][:TRIES], 0.0)
-    assert measure(campaign(tmp_path), session).foreign == 0.2
-    assert len(session.asked) == TRIES
-
-
 def test_a_cell_with_short_steps_is_run_again_with_more_and_keeps_their_number(tmp_path: Path) -> None:
     made, session = campaign(tmp_path), Rehearsal(0.125)
     found = [measure(made, session) for _ in range(3)]
     assert session.asked == [LEAST, 8, 8, 8]
     assert all(len(each.ends[0]) == 8 for each in found)
-
-
-def test_progress_tells_the_time_that_is_left_from_the_runs_so_far() -> None:
-    progress = Progress(5)
-    assert progress.step(30.0) == "[1/5, 2 min left]"
-    assert progress.step(90.0) == "[2/5, 3 min left]"
-    progress.drop(2)
-    assert progress.step(60.0) == "[3/3, 0 min left]"
-
-
-def test_a_campaign_that_cannot_be_run_says_why_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(self: Campaign, about: Any) -> None:
-        raise BenchmarkError("the network testbed needs root: run it with sudo")
-
-    monkeypatch.setattr(Campaign, "run", refuse)
-    assert accuracy.main(["-o", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "error: the network testbed needs root: run it with sudo\n"
-
-
-def test_the_clusters_of_an_earlier_campaign_must_be_there(tmp_path: Path) -> None:
-    made = Campaign([CELL], Settings(clusters=tmp_path), tmp_path, lambda line: None)
-    session = cast(Any, Rehearsal(1.0))
-    session.world = 2
-    with pytest.raises(BenchmarkError, match=r"cluster-2-230Mbit\.toml: .*; leave --clusters out to calibrate"):
-        made._cluster(session, "230Mbit")
-
-
-def test_every_model_of_the_campaign_can_be_loaded_and_is_of_its_batch() -> None:
-    for name in MODELS:
-        case = Case(name)
-        assert case.file.example.batch > 1, name
-    assert Case("alexnet").file.example.batch == 256

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.errors import BenchmarkError
-from benchmarks.overlap.__main__ import all_sides, at, main
+from benchmarks.overlap.__main__ import at, main
 from benchmarks.overlap.figures import Figures, Measured, interval, report
-from benchmarks.overlap.measure import Measuring, Settings, wanted
+from benchmarks.overlap.measure import wanted
 from benchmarks.overlap.sides import BASE, PLACES, SIDES, Place, Side
 from benchmarks.session import Run
+from tests.support.sampling import in_one
 
 PLACE = Place(2, "80Mbit")
 OTHERS = [Side(BASE, script="ddp"), Side("mine", strategy="data_parallel", against="hand"), Side("hand", script="rows")]
@@ -52,6 +52,7 @@ def test_a_run_that_was_disturbed_counts_nowhere() -> None:
     assert found.runs("mine") == [idle, idle]
 
 
+@in_one
 @pytest.mark.parametrize(("cpus", "seconds"), [(2.0, 0.2), (0.5, 0.4)])
 def test_the_bound_is_the_busier_way_of_a_link_or_processor_time_by_its_share(cpus: float, seconds: float) -> None:
     assert measured({BASE: run(1.0)}, cpus=cpus).bound(BASE) == pytest.approx(seconds)
@@ -88,20 +89,6 @@ def test_a_file_is_read_as_it_was_written_and_a_side_can_be_forgotten(tmp_path: 
     assert Figures(file).places[PLACE].alternations == ({BASE: run(2.0)},)
 
 
-@pytest.mark.parametrize("text", ["hello", "[]", '{"schema": 1}', '{"schema": 2}'])
-def test_a_file_of_anything_else_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "overlap.json").write_text(text)
-    with pytest.raises(BenchmarkError, match=r"overlap\.json (holds no figures|has another schema)"):
-        Figures(tmp_path / "overlap.json")
-
-
-def test_other_batches_do_not_go_into_one_file(tmp_path: Path) -> None:
-    figures = Figures(tmp_path / "overlap.json")
-    figures.put(measured({BASE: run(1.0)}))
-    with pytest.raises(BenchmarkError, match="2@80Mbit was measured with --batch 32 --image 224 --cpus 2; measure"):
-        Measuring({PLACE: OTHERS}, Settings(batch=64), figures, print)
-
-
 # -- sides -------------------------------------------------------------------------------------------------------------
 
 
@@ -110,33 +97,6 @@ def test_every_side_is_measured_somewhere_and_compared_with_what_is_measured_the
         places = [place for place in PLACES if side in at(place, SIDES, [])]
         assert places and {str(place) for place in places} >= set(side.places)
         assert all(side.against in ["", *(each.name for each in at(place, SIDES, []))] for place in places)
-
-
-def test_sides_of_the_command_line_are_measured_where_they_are_named() -> None:
-    sides = all_sides(["two=modulo_shard(mp=2)"], ["edited=plan.json"])
-    assert [side.name for side in at(PLACES[0], sides, ["edited", "two"])] == [BASE, "two", "edited"]
-    with pytest.raises(BenchmarkError, match="there is no side 'three'"):
-        at(PLACES[0], sides, ["three"])
-    with pytest.raises(BenchmarkError, match="write NAME=VALUE"):
-        all_sides(["two"], [])
-
-
-def test_a_strategy_is_written_for_the_ranks_of_its_place() -> None:
-    assert Side("apart", strategy="layer_separation(n_c={trunk},n_f=1)").strategy_on(8) == (
-        "layer_separation(n_c=7,n_f=1)"
-    )
-
-
-def test_a_pin_of_a_part_that_there_is_not_is_named() -> None:
-    with pytest.raises(BenchmarkError, match="pins have no colour"):
-        Side("mine", pins={"fc*": {"colour": "red", "split": "rows"}}).placements()
-
-
-@pytest.mark.parametrize("text", ["8", "1@105Mbit", "8@fast", "@105Mbit"])
-def test_a_place_is_ranks_and_a_rate(text: str) -> None:
-    with pytest.raises(BenchmarkError, match=r"is no (place|rate)"):
-        Place.parse(text)
-    assert str(Place.parse("8@105Mbit")) == "8@105Mbit" and Place.parse("8@80Mbit").bandwidth == 1e7
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -156,13 +116,3 @@ def test_the_table_has_ratios_with_intervals_bounds_and_what_is_missing(
     ]  # fmt: skip
     assert "32 examples a rank, 224 x 224" in text and "- not measured: 2@80Mbit rows: pins have no state" in text
     assert main(["--table", "-o", str(file)]) == 0 and "500 ms" in capsys.readouterr().out
-
-
-def test_the_estimate_counts_what_is_missing_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["--estimate", "--places", "2@80Mbit", "--sides", "data_parallel", "-o", str(tmp_path / "overlap.json")]
-    assert main(command) == 0
-    assert "2@80Mbit: 4 min" in capsys.readouterr().out
-    figures = Figures(tmp_path / "overlap.json")
-    figures.put(measured(*[{BASE: run(2.0), "data_parallel": run(1.0)}] * 15))
-    assert main(command) == 0
-    assert "in all: 0 min" in capsys.readouterr().out

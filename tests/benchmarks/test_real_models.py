@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.real_models.__main__ import chosen
-from benchmarks.real_models.case import Case, Entry, entries
+from benchmarks.real_models.case import Case, Entry
 from benchmarks.real_models.measure import Result, measure
 from benchmarks.real_models.table import page
 from splitc.runtime.worker import Worker
@@ -54,6 +53,7 @@ def test_a_model_is_compiled_compared_with_eager_and_trained_under_three_strateg
     assert "captured 1 (100%), equal 1 (100%), trained 1 (100%)" in page([result], [])
 
 
+@pytest.mark.slow
 def test_a_step_that_differs_from_eager_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgotten(self: Any) -> dict[str, Tensor]:
         return {name: 2 * gradient for name, gradient in gradients(self).items()}
@@ -72,12 +72,3 @@ def test_the_stage_that_fails_and_its_error_are_in_the_page() -> None:
     result = measured(Entry("ours", broken, shows="widths"))
     assert result.failed == "build"
     assert "| net | build | ValueError: no such width (test_real_models.py:" in page([result], ["other"])
-
-
-def test_names_and_packages_choose_models() -> None:
-    known = entries()
-    package = next(iter(known.values())).package
-    assert chosen([], []).keys() == known.keys()
-    assert chosen(["bert"], [package]).keys() >= {"bert"}
-    with pytest.raises(SystemExit, match="there is no nothing"):
-        chosen(["nothing"], [])

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cases import Case
-from benchmarks.errors import BenchmarkError
 from benchmarks.figures import Cell
-from benchmarks.regret import File, Measured, Regret, Settings, parse_cell, plans_of, report
+from benchmarks.regret import File, Measured, Regret, Settings, plans_of, report
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.ir.plan import Plan
 from tests.benchmarks.testbeds import skip_without_a_testbed
@@ -23,6 +22,7 @@ def plans() -> list[Measured]:
     return plans_of(Case("mlp"), CELL, load_cluster("cpu16-1gbe"), 6)
 
 
+@pytest.mark.slow
 def test_the_plan_of_auto_leads_distinct_plans_that_were_simulated(plans: list[Measured]) -> None:
     assert [each.chosen for each in plans] == [True] + [False] * (len(plans) - 1)
     assert 2 <= len({each.plan for each in plans}) == len(plans) <= 6
@@ -32,6 +32,7 @@ def test_the_plan_of_auto_leads_distinct_plans_that_were_simulated(plans: list[M
     assert {Plan.from_json(each.plan).strategy for each in plans} >= {auto.strategy}
 
 
+@pytest.mark.slow
 def test_regret_counts_the_medians_of_the_second_set_alone(plans: list[Measured], tmp_path: Path) -> None:
     auto, other, third = plans[:3]
     auto = replace(auto, samples=100, first=0.1, again=(1.0, 1.0, 9.0))
@@ -43,13 +44,6 @@ def test_regret_counts_the_medians_of_the_second_set_alone(plans: list[Measured]
     assert [cell.strip() for cell in report({CELL: [auto]}).splitlines()[2].split("|")[-4:-1]] == [
         *("the same", "100", "0.0%")
     ]
-
-
-def test_what_is_no_cell_is_refused() -> None:
-    assert parse_cell("mlp@2@230Mbit") == CELL
-    for wrong in ("mlp@2", "mlp@two@230Mbit", "mlp@2@fast"):
-        with pytest.raises(BenchmarkError):
-            parse_cell(wrong)
 
 
 @pytest.mark.slow

@@ -81,15 +81,6 @@ def test_an_error_of_a_rank_is_shown_and_ends_the_session(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_ranks_that_are_told_to_stop_leave_by_themselves(tmp_path: Path) -> None:
-    with OnLoopback(2) as testbed:
-        with Session(testbed) as session:
-            session.load("dp", build(tmp_path, "data_parallel"))
-            session.run("dp", steps=1)
-        assert [process.poll() for processes in testbed._processes for process in processes] == [0, 0]
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("can_have_a_testbed")
 def test_on_a_bed_plans_and_rates_are_swapped_and_no_step_is_faster_than_its_link(tmp_path: Path) -> None:
     rate = parse_rate("40Mbit")

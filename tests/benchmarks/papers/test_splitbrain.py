@@ -57,14 +57,6 @@ def test_the_parameters_of_each_layer_are_those_of_table_1() -> None:
     assert [variant().parameters([layer.name]) for layer in splitbrain_vgg().layers] == TABLE_1
 
 
-def test_their_sums_are_exact_and_their_shares_within_a_hundredth_of_a_percent() -> None:
-    """The paper prints 24.83 and 75.17; these numbers give 24.82 and 75.18."""
-    assert variant().P_c == 1_734_336
-    assert variant().P - variant().P_c == 5_253_120
-    assert 100 * variant().P_c / variant().P == pytest.approx(24.83, abs=0.011)
-    assert 100 * (1 - variant().P_c / variant().P) == pytest.approx(75.17, abs=0.011)
-
-
 def test_groups_of_eight_save_about_two_thirds_of_the_parameters_memory() -> None:
     """The abstract says up to 67 %."""
     assert memory_saving(variant().P, variant().P - variant().P_c, 8) == pytest.approx(0.66, abs=0.005)
@@ -72,7 +64,7 @@ def test_groups_of_eight_save_about_two_thirds_of_the_parameters_memory() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mp", [2, 4, 8])
+@pytest.mark.parametrize("mp", [2, 8])
 def test_a_rank_of_a_compiled_program_holds_what_the_formula_says(mp: int) -> None:
     given = (torch.randn(2, 3, 32, 32),), torch.randint(10, (2,))
     pins = {"fc0": Placement(holding="sharded", group=mp), "fc1": Placement(holding="sharded", group=mp)}
@@ -124,10 +116,6 @@ def test_a_higher_threshold_leaves_small_layers_whole() -> None:
     assert memory_saving(variant().P, divided_weights(transformed), 8) == pytest.approx(0.66, abs=0.005)
     assert shape(partition(net(), 8, threshold=2000)) == ["modulo fc0", "fc0 / 8", "shard fc1", "fc1", "fc2", "softmax"]
     assert partition(net(), 8, threshold=3000) == net()
-
-
-def test_one_worker_divides_nothing() -> None:
-    assert partition(net(), 1, threshold=0) == net()
 
 
 def test_an_undivided_layer_between_divided_ones_gets_no_second_modulo_layer() -> None:
