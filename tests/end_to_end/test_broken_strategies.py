@@ -20,6 +20,7 @@ from splitc.passes.schedule import Schedule
 from splitc.runtime.transport.base import Mismatch
 from tests.support.compiled import compiled
 from tests.support.every_strategy import Asked, images, planned
+from tests.support.sampling import sampled
 
 
 def columns(size: int) -> Placement:
@@ -121,7 +122,7 @@ NAMED: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMED)
+@sampled("name", NAMED, one_in=3)
 def test_verify_names_where_a_wrong_number_begins(name: str) -> None:
     make, pattern, new, where = NAMED[name]
     result = edited(make(), pattern, new).verify(steps=1)
@@ -140,14 +141,9 @@ def test_the_share_of_a_mean_counts_every_turn_of_a_group() -> None:
 
 
 @pytest.mark.parametrize("make", [late, mixed])
-def test_late_multiplied_layers_that_are_never_multiplied_do_not_hold(make: Callable[[], CompiledProgram]) -> None:
+def test_late_multiplied_layers_that_are_never_multiplied_are_named(make: Callable[[], CompiledProgram]) -> None:
     result = edited(make(), r"\n +\w+\.multiply\(\).*", "").verify(steps=1)
     assert not result.holds and re.match(r"fc\d\.weight \(gradient\)", result.worst)
-
-
-@pytest.mark.parametrize("make", [late, mixed])
-def test_verify_names_the_layer_whose_gradient_no_rank_has(make: Callable[[], CompiledProgram]) -> None:
-    result = edited(make(), r"\n +\w+\.multiply\(\).*", "").verify(steps=1)
     assert re.match(r"layer fc\d", result.where), result.where
 
 
@@ -171,7 +167,7 @@ CRASHES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CRASHES)
+@sampled("name", CRASHES, one_in=3)
 def test_what_is_missing_stops_the_ranks_and_tells_the_rank(name: str) -> None:
     make, pattern, new, words = CRASHES[name]
     with pytest.raises((RuntimeError, ValueError), match=words) as error:
@@ -220,11 +216,9 @@ DROPPED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "action", "words"), DROPPED)
-def test_a_dropped_message_is_named_with_both_its_ranks(
-    make: Callable[[], CompiledProgram], action: str, words: str
-) -> None:
-    assert any(words in problem for problem in sends_meet_receives(without(make().program, action)))
+def test_a_dropped_message_is_named_with_both_its_ranks() -> None:
+    for make, action, words in DROPPED:
+        assert any(words in problem for problem in sends_meet_receives(without(make().program, action))), action
 
 
 def test_swapped_actions_make_a_circle_or_meet_something_else() -> None:
@@ -262,14 +256,11 @@ LOCAL = [
 ]
 
 
-@pytest.mark.parametrize(("make", "action"), LOCAL)
-def test_an_action_that_all_ranks_leave_out_is_named_by_a_check(
-    make: Callable[[], CompiledProgram], action: str
-) -> None:
-    program = without(make().program, action)
-    problems = [problem for check in Schedule.ensures for problem in check(program)]
-    value = action.split()[-1]
-    assert any(value in problem for problem in problems), problems
+def test_an_action_that_all_ranks_leave_out_is_named_by_a_check() -> None:
+    for make, action in LOCAL:
+        program = without(make().program, action)
+        problems = [problem for check in Schedule.ensures for problem in check(program)]
+        assert any(action.split()[-1] in problem for problem in problems), problems
 
 
 def test_a_gradient_that_never_arrived_is_told_where_the_group_returns_it() -> None:

@@ -19,7 +19,7 @@ from splitc.ir.program import Program
 from tests import ROOT
 from tests.support.compiled import analyse, compiled
 from tests.support.models import cast
-from tests.support.sampling import along, sampled
+from tests.support.sampling import along
 
 BATCH = 4
 CLASSES = {"num_classes": 10}
@@ -65,51 +65,46 @@ def test_every_model_file_has_a_small_size_here() -> None:
     assert files == SMALL.keys()
 
 
-@sampled("name", SMALL, everyday=["mlp"])
-def test_an_example_is_captured_for_every_batch_size(name: str) -> None:
-    program = captured(name)
-    for batch in (1, 3, 7):
-        assert shapes_at(program, batch) == []
-
-
 @along(0, name=SMALL, strategy=["data_parallel", "layer_separation"])
 def test_an_example_trains_on_two_ranks_as_in_one_process(name: str, strategy: str) -> None:
     program = compiled(*small(name, torch.float64), 2, strategy)
+    for batch in (1, 3, 7):
+        assert shapes_at(program.program, batch) == []
     scripts = {file: text for file, text in program.files.items() if file.endswith(".py")}
     assert [f"{file}: {line}" for file, text in scripts.items() for line in text.splitlines() if len(line) > 120] == []
     result = program.verify()
     assert result.holds, str(result)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_what_an_example_gives_without_arguments_fits_together(name: str) -> None:
-    file = example_file(name)
-    example, target = file.example(batch=2), file.target(batch=2)
-    arguments = example if isinstance(example, dict) else dict(enumerate(example))
-    assert {len(value) for value in (*arguments.values(), target)} == {2}
-    assert len(file.example()[0] if isinstance(example, tuple) else file.example()["dense"]) == len(file.target())
+def test_what_an_example_gives_without_arguments_fits_together() -> None:
+    for name in SMALL:
+        file = example_file(name)
+        example, target = file.example(batch=2), file.target(batch=2)
+        arguments = example if isinstance(example, dict) else dict(enumerate(example))
+        assert {len(value) for value in (*arguments.values(), target)} == {2}
+        assert len(file.example()[0] if isinstance(example, tuple) else file.example()["dense"]) == len(file.target())
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("alexnet", {"61.1 M": "", "58.6 M": "classifier"}),
-        ("mlp", {"8.4 M": ""}),
-        ("recommender", {"9.64 M": ""}),
-        ("transformer", {"19.6 M": "", "0.8 M": "blocks.0"}),
-        ("vgg16", {"138.4 M": "", "102.8 M": "classifier.0"}),
-        ("vgg19", {"143.7 M": "", "20.0 M": "features", "123.6 M": "classifier", "102.8 M": "classifier.0"}),
-    ],
-)
-def test_the_parameters_that_a_docstring_counts_are_those_of_the_model(name: str, parts: dict[str, str]) -> None:
-    file = example_file(name)
-    with torch.device("meta"):
-        model = file.model()
-    for text, path in parts.items():
-        count = sum(p.numel() for p in model.get_submodule(path).parameters())
-        assert re.search(rf"\b{re.escape(text)}\b", file.__doc__ or "")
-        digits = len(text.removesuffix(" M").partition(".")[2])
-        assert f"{count / 1e6:.{digits}f} M" == text
+COUNTED = {
+    "alexnet": {"61.1 M": "", "58.6 M": "classifier"},
+    "mlp": {"8.4 M": ""},
+    "recommender": {"9.64 M": ""},
+    "transformer": {"19.6 M": "", "0.8 M": "blocks.0"},
+    "vgg16": {"138.4 M": "", "102.8 M": "classifier.0"},
+    "vgg19": {"143.7 M": "", "20.0 M": "features", "123.6 M": "classifier", "102.8 M": "classifier.0"},
+}
+
+
+def test_the_parameters_that_a_docstring_counts_are_those_of_the_model() -> None:
+    for name, parts in COUNTED.items():
+        file = example_file(name)
+        with torch.device("meta"):
+            model = file.model()
+        for text, path in parts.items():
+            count = sum(p.numel() for p in model.get_submodule(path).parameters())
+            assert re.search(rf"\b{re.escape(text)}\b", file.__doc__ or "")
+            digits = len(text.removesuffix(" M").partition(".")[2])
+            assert f"{count / 1e6:.{digits}f} M" == text
 
 
 def test_vgg_19_has_the_parameters_of_its_name_in_the_file_of_vgg_16() -> None:

@@ -14,16 +14,14 @@ from torch import Tensor, nn
 from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
 from splitc.ir.placements import SCHEDULES
-from splitc.ir.schedule.actions import print_actions
 from splitc.passes.planner.strategy import parse_strategy
 from splitc.passes.planner.syncs import sync_misfits
 from splitc.strategies.modulo_shard import ModuloShard
-from tests.support.actions import parse_actions
 from tests.support.compiled import compiled
 from tests.support.delays import delays
 from tests.support.every_strategy import Asked, every_strategy, planned
 from tests.support.ranks import assert_same, batch_of, batches_for, compile_net, on_workers, one_process, plain, train
-from tests.support.sampling import along, in_pairs
+from tests.support.sampling import along, in_pairs, sampled
 
 
 def in_pieces(world: int, asked: Asked, number: int, schedule: str, **options: Any) -> CompiledProgram:
@@ -36,15 +34,14 @@ def in_pieces(world: int, asked: Asked, number: int, schedule: str, **options: A
 
 MATRIX = [
     pytest.param(
-        world, asked, 2 + (k + later) % 3, schedule,
-        id=f"{world} {asked} m={2 + (k + later) % 3} {schedule}",
-        marks=[] if (k + 3 * later) % 8 == 0 and world == 3 else [pytest.mark.slow],
+        world, asked, 2 + k % 3, SCHEDULES[(k + world) % len(SCHEDULES)],
+        id=f"{world} {asked} m={2 + k % 3} {SCHEDULES[(k + world) % len(SCHEDULES)]}",
+        marks=[] if k % 8 == 0 and world == 3 else [pytest.mark.slow],
     )
-    for world in (2, 3, 4)
+    for world in (3, 4)
     for k, asked in enumerate(every_strategy(world))
-    for later, schedule in enumerate(SCHEDULES)
 ]  # fmt: skip
-"""Every plan in both schedules; each number of microbatches in both, in every world.  One is `test_every_strategy`."""
+"""Every plan in each number of microbatches or another, and in both schedules.  One is `test_every_strategy`."""
 
 
 @pytest.mark.parametrize(("world", "asked", "number", "schedule"), MATRIX)
@@ -55,7 +52,7 @@ def test_every_strategy_in_microbatches_is_one_process(world: int, asked: Asked,
     assert result.holds and result.tolerance == 1e-9, str(result)
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel(microbatches=2)", "single_device(microbatches=3)"])
+@sampled("strategy", ["single_device(microbatches=3)", "data_parallel(microbatches=2)"], one_in=2)
 def test_one_rank_in_microbatches_returns_the_loss_of_the_whole_batch(strategy: str) -> None:
     program = compile_net(plain()[0], strategy, 1, batch=7)
     batches = batches_for(program)
@@ -66,7 +63,7 @@ def test_one_rank_in_microbatches_returns_the_loss_of_the_whole_batch(strategy: 
     assert program.verify(dtype=torch.float64).holds
 
 
-@along(1, schedule=SCHEDULES, sizes=["1+1+1", "2+1+1"])
+@along(0, schedule=SCHEDULES, sizes=["1+1+1", "2+1+1"])
 def test_norms_dropout_and_skip_connections_hold_in_three_roles(schedule: str, sizes: str) -> None:
     """BatchNorm normalises over each rank's piece; masks are those of one process."""
 
@@ -104,7 +101,7 @@ def masked(scores: Tensor, target: Tensor) -> Tensor:
 
 
 @in_pairs(
-    3,
+    1,
     strategy=["layer_separation(n_c=2,n_f=1)", "layer_separation(n_c=1,n_f=2)", "hybrid_single", "data_parallel"],
     loss=[weighted, masked],
 )
@@ -116,24 +113,6 @@ def test_what_a_loss_divides_by_is_of_the_whole_batch(strategy: str, loss: Any) 
     pins = {} if strategy == "data_parallel" else {"0": "conv", "2": "fc"}
     result = compiled(model, (x,), y, loss, 3, asked, pins=pins).verify(steps=2)
     assert result.holds, str(result)
-
-
-def test_one_piece_computes_while_the_next_one_travels() -> None:
-    files = planned(3, "layer_separation(n_c=2, n_f=1, microbatches=4)", global_batch=16).files
-    conv, fc = (files[f"{role}.py"].partition("def step")[2] for role in ("conv", "fc"))
-    assert conv.count("for k in comm.microbatches():") == 3 and "def forward(k)" not in conv
-    assert fc.index("comm[k].irecv(") < fc.index(".wait()") < fc.index("loss.backward()")
-    in_turn = planned(3, "layer_separation(n_c=2, n_f=1, microbatches=4, schedule=1f1b)", global_batch=16).files
-    assert "    def forward(k):" in in_turn["conv.py"] and "forward(k + 2)" in in_turn["conv.py"]
-    assert max(map(len, (in_turn["conv.py"] + in_turn["fc.py"]).splitlines())) <= 120
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_actions_of_a_step_in_microbatches_print_and_parse_back(schedule: str) -> None:
-    program = planned(4, f"layer_separation(ranks=2+1+1, microbatches=3, schedule={schedule})", global_batch=12).program
-    for part in program.rank_programs:
-        text = print_actions(part.actions)
-        assert parse_actions(text) == part.actions and "[2]" in text and "[" not in print_actions(part.whole)
 
 
 def test_evaluation_runs_whole_and_accumulation_adds_up() -> None:
@@ -165,11 +144,6 @@ def test_a_batch_of_fewer_examples_than_microbatches_runs_in_fewer(
     assert_same(state, trained)
 
 
-def test_a_plan_in_microbatches_is_verified_with_fewer_examples() -> None:
-    program = compile_net(plain()[0], "layer_separation(n_c=2, n_f=1, microbatches=3)")
-    program.verify(examples=2)
-
-
 REFUSED = {
     "data_parallel(microbatches=5)": "a rank of all reads 4 examples: take at most 4",
     "local_sgd(microbatches=2)": "units of a round run their batches whole",
@@ -181,10 +155,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("strategy", REFUSED)
-def test_what_cannot_run_in_microbatches_is_refused_by_name(strategy: str) -> None:
-    with pytest.raises(PlacementError, match=REFUSED[strategy]):
-        planned(2, strategy, norm="sync" in strategy)
+def test_what_cannot_run_in_microbatches_is_refused_by_name() -> None:
+    for strategy, words in REFUSED.items():
+        with pytest.raises(PlacementError, match=words):
+            planned(2, strategy, norm="sync" in strategy)
 
 
 def test_a_layer_multiplied_late_where_ranks_divide_what_one_reads_is_refused() -> None:

@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.nn.functional as F
 
 from tests import ROOT
-from tests.support.compiled import compiled
 from tests.support.hosts import ADDRESSES, environment, stand_in_for_ssh, two_hosts
-from tests.support.launched import BATCH, SEPARATION, WORLD, Examples, Perceptron
+from tests.support.launched import program
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -30,8 +28,7 @@ for job in $(jobs -p); do wait "$job" || exit 1; done
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a build, and with stand-ins that lead to two hosts."""
     folder = tmp_path_factory.mktemp("home")
-    x, y = Examples()[:BATCH]
-    compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, SEPARATION).save(folder / "build")
+    program().save(folder / "build")
     with two_hosts() as hosts:
         stand_in_for_ssh(folder, hosts)
         lines = [f'SLURM_NODEID={k} ip netns exec {name} "$@" &' for k, name in enumerate(hosts)]

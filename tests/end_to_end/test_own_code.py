@@ -63,11 +63,10 @@ MODELS = {
 
 
 STRATEGIES = ["data_parallel", "layer_separation", "modulo_shard"]
-CELLS = [(name, STRATEGIES[(k + later) % 3]) for later in (0, 1) for k, name in enumerate(MODELS)]
-"""Every model under two strategies."""
+CELLS = [(name, STRATEGIES[k % 3]) for k, name in enumerate(MODELS)]
 
 
-@sampled(("name", "strategy"), CELLS, one_in=7)
+@sampled(("name", "strategy"), CELLS, one_in=17)
 def test_a_model_with_regions_trains_as_in_one_process(name: str, strategy: str) -> None:
     model, x, program = known(name)
     target = torch.arange(4) % CLASSES
@@ -77,18 +76,19 @@ def test_a_model_with_regions_trains_as_in_one_process(name: str, strategy: str)
 
 @pytest.mark.slow
 def test_one_example_on_a_rank_is_left_out_by_chance_as_in_one_process() -> None:
-    torch.manual_seed(0)
-    program = splitc.compile(
-        Perceptron(untraceable.SequenceFirst()),
-        3,
+    model, _, program = known("sequence first")
+    done = compiled(
+        model,
         torch.randn(1, FEATURES),
         torch.arange(1),
         F.cross_entropy,
-        cluster=CLUSTER,
-        strategy="data_parallel",
+        3,
+        "data_parallel",
+        global_batch=3,
+        analysed=program,
     )
-    assert program.plan.local_batches == (1, 1, 1)
-    assert program.verify(steps=6, dtype=torch.float64).holds
+    assert done.plan.local_batches == (1, 1, 1)
+    assert done.verify(steps=6, dtype=torch.float64).holds
 
 
 @along(1, strategy=["data_parallel", "layer_separation"], loss=[untraceable.finite_loss, untraceable.FiniteLoss()])
@@ -124,7 +124,7 @@ def test_the_report_names_regions_with_their_share_and_the_line() -> None:
     assert "untraceable.py:" in text
 
 
-@sampled("strategy", ["data_parallel", "parameter_server", "single_device"], one_in=3)
+@sampled("strategy", ["data_parallel", "parameter_server"], one_in=2)
 def test_a_model_that_is_one_region_trains_as_in_one_process(strategy: str) -> None:
     torch.manual_seed(0)
     assert program_of(untraceable.Whole(), strategy).verify(dtype=torch.float64).holds
@@ -193,7 +193,7 @@ class Deciding(torch.nn.Module):
     above = 0.3
 
 
-@sampled("strategy", ["layer_separation", "data_parallel", "hybrid_single", "auto"], one_in=4)
+@sampled("strategy", ["hybrid_single", "layer_separation"], one_in=2)
 def test_a_branch_on_the_whole_batch_is_that_of_one_process(strategy: str) -> None:
     torch.manual_seed(0)
     model = Perceptron(Deciding())

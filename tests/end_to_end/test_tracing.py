@@ -97,11 +97,3 @@ def test_a_class_or_a_function_stands_for_the_model_it_gives() -> None:
     x, y = class_batch((4, 8), CLASSES)
     program = splitc.compile(OddNames, 2, x, y, F.cross_entropy, strategy="data_parallel", cluster="v100-10gbe")
     assert isinstance(program, CompiledProgram) and program.program.name == "OddNames"
-
-
-def test_verify_says_how_much_of_the_batch_it_took_and_which_groups_it_replayed() -> None:
-    x, y = class_batch((16, 8), CLASSES)
-    model = nn.Sequential(nn.Linear(8, CLASSES), nn.BatchNorm1d(CLASSES))
-    notes = compiled(model, x, y, F.cross_entropy, 2, "data_parallel").verify().notes
-    assert "with 16 of the plan's 32 examples a step, in its proportions" in notes
-    assert any("groups of 8+8" in note for note in notes)
