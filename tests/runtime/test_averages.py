@@ -45,7 +45,7 @@ def expected(batches: list[Any]) -> dict[str, Tensor]:
     return dict(averaged.module.state_dict())
 
 
-@sampled("strategy", LAYOUTS, one_in=2)
+@sampled("strategy", LAYOUTS, one_in=4)
 def test_averages_are_those_of_torch_in_one_process(strategy: str) -> None:
     program = planned(3, strategy)
     batch = BATCHES[0]
@@ -73,7 +73,7 @@ def test_averages_are_those_of_torch_in_one_process(strategy: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint was made with global batches")
-@pytest.mark.parametrize(("before", "after"), [(LAYOUTS[3], LAYOUTS[1]), (LAYOUTS[1], LAYOUTS[2])])
+@sampled(("before", "after"), [(LAYOUTS[3], LAYOUTS[1]), (LAYOUTS[1], LAYOUTS[2])], one_in=2)
 def test_checkpoints_hold_averages_for_any_plan(before: str, after: str, tmp_path: Path) -> None:
     first, second = planned(3, before), planned(3, after)
 

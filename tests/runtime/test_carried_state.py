@@ -153,7 +153,8 @@ def memories() -> tuple[nn.Module, list[str]]:
     return Language(Remembering(), Remembering()), ["inner.0", "inner.1"]
 
 
-@sampled("make", [used_cell, cell, memories], one_in=3)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [used_cell, cell, memories])
 def test_state_of_other_kinds_and_from_before_goes_from_batch_to_batch(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model, kept = make()

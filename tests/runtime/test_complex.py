@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from splitc.ir.program import Program
 from splitc.runtime.transport.base import Transport
-from splitc.runtime.transport.flight import Flight, as_bytes
 from splitc.runtime.updates import clip, norm
 from tests.support.compiled import analyse, compiled
 from tests.support.ranks import assert_same, on_ranks, on_workers, one_process, sgd, train
@@ -75,11 +73,3 @@ def test_the_norm_counts_the_imaginary_part() -> None:
 
     for gradient in on_ranks(2, run):
         torch.testing.assert_close(gradient, torch.tensor([0.6 + 0.8j, 0]))
-
-
-def test_a_tensor_that_is_conjugated_or_negated_lazily_travels_as_its_values() -> None:
-    values = torch.randn(3, dtype=torch.cfloat)
-    flight = Flight(torch.device("cpu"), False, nullcontext)
-    for lazy in (values.conj(), values.conj().imag, torch._neg_view(torch.randn(3))):
-        sent = as_bytes(flight.outgoing(lazy)).view(lazy.dtype)
-        torch.testing.assert_close(sent, lazy.resolve_conj().resolve_neg())

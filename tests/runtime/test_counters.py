@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.compiled import CompiledProgram
-from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.models import CLASSES, labels, made, vectors
-from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
+from tests.support.ranks import assert_same, on_workers, one_process, train
 from tests.support.sampling import along, sampled
 from tests.support.untraceable import sign
 
@@ -100,20 +99,3 @@ def test_a_counter_in_own_code_counts_as_in_one_process_whatever_the_microbatche
     expected, own = one_process(copy.deepcopy(model), batches)
     assert losses == pytest.approx(expected, rel=1e-4)
     assert_same(state, own, 1e-4)
-
-
-def test_a_rank_without_examples_counts_in_own_code_too() -> None:
-    model, program = own_counter("data_parallel")
-    batches = [(torch.randn(n, 8), torch.randint(CLASSES, (n,))) for n in (2, 4)]
-
-    def run(worker: Worker) -> tuple[float, float]:
-        worker._sizes, worker._is_tail = (2, 0), True  # as a loader sets them
-        worker.step(*part_of(worker, batches[0], [2, 0]))
-        worker._sizes = (2, 2)
-        loss, stage = worker.step(*part_of(worker, batches[1], [2, 2])), cast(Any, worker.stage)
-        return float(loss), float(stage.b.steps)
-
-    expected, _ = one_process(copy.deepcopy(model), batches)
-    found = on_workers(program, run)
-    assert [steps for _, steps in found] == [4, 4]
-    assert found[0][0] == pytest.approx(expected[1], rel=1e-4)

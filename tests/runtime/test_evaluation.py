@@ -88,7 +88,7 @@ def losses(program: CompiledProgram, batch: tuple[Tensor, ...], sizes: list[int]
     return on_workers(program, run)[0]
 
 
-@along(3, run=[*SHARED, *OWN], strategy=STRATEGIES)
+@along(2, run=[*SHARED, *OWN], strategy=STRATEGIES)
 def test_evaluation_is_that_of_one_process_on_uneven_batches(run: Run, strategy: str) -> None:
     model, program = program_of(run, strategy)
     sizes = [program.plan.local_batches[0] - 1, *program.plan.local_batches[1:]]
@@ -99,6 +99,7 @@ def test_evaluation_is_that_of_one_process_on_uneven_batches(run: Run, strategy:
     assert after != first
 
 
+@pytest.mark.slow
 def test_a_dropout_that_stays_on_draws_the_same_masks_in_every_layout() -> None:
     found = []
     for strategy in STRATEGIES:
@@ -159,7 +160,7 @@ def dropping(m: Any, x: Tensor) -> Tensor:
     return m.fc(F.dropout(m.b(m.a(x)), 0.5, training=True))
 
 
-@sampled("run", [with_recurrent_dropout, another_branch, *SHARED[:2], *OWN[1:], dropping], one_in=4)
+@sampled("run", [with_recurrent_dropout, another_branch, *SHARED[:2], *OWN[1:], dropping], one_in=8)
 def test_a_model_that_never_asks_for_its_mode_is_traced_once_and_another_forward_is_written(run: Run) -> None:
     _, program = program_of(run, "parameter_server")
     assert program.program.reads_mode == (run not in SHARED)

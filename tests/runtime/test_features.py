@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from splitc.runtime.features import FEATURES
 from tests.support.ranks import plain
 
@@ -30,6 +32,7 @@ def trained(folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_without_the_folders_of_the_features_and_their_lines_data_parallelism_trains_the_same(tmp_path: Path) -> None:
     _, program = plain("data_parallel")
     runs = []

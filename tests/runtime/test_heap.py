@@ -56,16 +56,3 @@ print(within, after, held)
     )
     assert within < 2000 < after
     assert held < 600e6
-
-
-@pytest.mark.slow
-def test_a_process_that_keeps_its_memory_goes_on_keeping_it_after_a_while() -> None:
-    _, last = run(
-        """
-keep_memory()
-with kept_memory():
-    found = [faults() for _ in range(8)]
-print(found[0], faults())
-"""
-    )
-    assert last < 2000

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from splitc.runtime.nested import at, parts, replaced, tensors
+from tests.support.sampling import in_one
 
 A, B = torch.zeros(2), torch.ones(2)
 Pair = namedtuple("Pair", ("left", "right"))
@@ -34,6 +35,7 @@ NESTED = {
 }
 
 
+@in_one
 @pytest.mark.parametrize("name", NESTED)
 def test_tensors_have_paths_and_a_copy_has_others_and_the_same_rest(name: str) -> None:
     value, paths = NESTED[name]

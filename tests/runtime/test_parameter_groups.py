@@ -85,7 +85,7 @@ def by_total(params: Params) -> torch.optim.Optimizer:
 FACTORIES = [by_position, last_faster, first_without_decay, by_total]
 
 
-@along(3, strategy=[*PLANS, *PLANS], factory=[*FACTORIES, by_position])
+@along(3, strategy=PLANS, factory=FACTORIES)
 def test_options_by_position_are_those_of_one_process(strategy: str, factory: Any) -> None:
     model, program = made(strategy)
     batches = [(torch.randn(n, 1, 6, 6), torch.randint(4, (n,))) for n in [program.plan.global_batch] * 4]

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import pytest
 
 from splitc.runtime.pieces import Pieces, pieces_of
-from tests.support.sampling import along
+from tests.support.sampling import along, in_one
 
 BOUNDS = [(0, 8), (0, 5, 7), (0, 4, 9, 12), (0, 1, 2, 9)]
 
@@ -19,6 +19,7 @@ def test_every_example_is_in_one_piece() -> None:
         assert seen == list(range(bounds[-1]))
 
 
+@in_one
 @along(bounds=BOUNDS, number=[2, 3])
 def test_the_positions_of_neighbours_join_and_count_their_examples_in_the_piece(
     bounds: tuple[int, ...], number: int
@@ -38,12 +39,14 @@ def test_pieces_are_equal_parts_of_each_share_as_far_as_they_divide() -> None:
     assert Pieces(2, (0, 5, 8)).examples((1, 6), None) == [(1, 6)]
 
 
+@in_one
 @pytest.mark.parametrize(("scheme", "parts"), [("BK", [(0, 2), (4, 7)]), ("B", [(6, 10)]), ("B/K", [(4, 5), (6, 8)])])
 def test_the_schemes_divide_the_examples_of_a_group(scheme: str, parts: list[tuple[int, int]]) -> None:
     k = 1 if scheme == "B" else 0
     assert pieces_of(scheme, 2, (0, 4, 10), (4, 6, 10)).parts(k) == parts
 
 
+@in_one
 @pytest.mark.parametrize("whole_shares", [False, True])
 def test_positions_count_the_examples_of_a_piece_that_stand_before(whole_shares: bool) -> None:
     """With shares of no examples, and ends between parts."""

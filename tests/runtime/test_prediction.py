@@ -115,36 +115,6 @@ def test_nested_outputs_come_back_as_the_model_gives_them(strategy: str) -> None
         _ = first.scores
 
 
-class Twice(nn.Module):
-    """Uses its last layer again for an output that the loss does not read, and returns its input and other layouts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = self.a(x)
-        again = self.b(h).transpose(0, 1)
-        return {"flat": self.b(h).flatten(0, 1), "again": again, "best": self.b(h).argmax(-1), "x": x}
-
-
-def flat_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
-    return F.cross_entropy(output["flat"], target.flatten())
-
-
-@sampled("strategy", ["modulo_shard(mp=3)", "layer_separation(n_c=2, n_f=1)", "hybrid_single"], one_in=3)
-def test_outputs_of_their_own_are_computed_where_their_layers_are_in_any_layout(strategy: str) -> None:
-    torch.manual_seed(0)
-    model, x, y = Twice(), torch.randn(6, 3, 8), torch.randint(CLASSES, (6, 3))
-    program = compiled(model, (x,), y, flat_loss, 3, strategy)
-    sizes = program.plan.local_batches
-    batch = torch.randn(sum(sizes), 3, 8), torch.randint(CLASSES, (sum(sizes), 3))
-    outputs, _ = predicted(program, batch, sizes)
-    for name, wanted in model.eval()(batch[0]).items():
-        got = torch.cat([each[name] for each in outputs], int(name == "again"))
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-
-
 class Apart(nn.Module):
     """Returns values that the loss does not read, of which an example has rows that lie apart."""
 
@@ -255,28 +225,6 @@ def test_the_targets_may_be_left_out_and_other_tensors_are_refused_before_anythi
 
     for both, alone in on_workers(program, run):
         assert (both is None and alone is None) or torch.equal(both, alone)
-
-
-def test_inputs_may_be_given_by_name_as_a_loader_gives_them_and_for_a_smaller_last_batch() -> None:
-    torch.manual_seed(0)
-    model = ReturnsItsLoss()
-    x, y = torch.randn(11, 8), torch.randint(CLASSES, (11,))
-    program = compiled(model, {"x": x[:4], "labels": y[:4]}, None, None, 3, "layer_separation(n_c=2, n_f=1)")
-    dataset = [{"x": x[k], "labels": y[k]} for k in range(11)]
-
-    def run(worker: Worker) -> list[Any]:
-        found: list[Any] = []
-        for batch in worker.loader(dataset, shuffle=False, drop_last=False):
-            names = ("x", "labels")[: len(batch)]
-            given = dict(zip(names, batch, strict=True))
-            ways = [worker.predict(*batch), worker.predict(**given), worker.predict(given), worker.predict(*batch[:1])]
-            assert all(way is None or torch.equal(way.logits, ways[0].logits) for way in ways)
-            found.append(ways[0])
-        return found
-
-    readers = [found for found in on_workers(program, run) if found[0] is not None]
-    scores = torch.cat([output.logits for step in zip(*readers, strict=True) for output in step])
-    torch.testing.assert_close(scores, model.eval()(x, y).logits, rtol=1e-6, atol=1e-6)
 
 
 NESTED_INPUTS: dict[str, Any] = {"image": torch.randn(4, 8), "extra": [torch.randn(4, 8)]}

@@ -20,7 +20,7 @@ from splitc.runtime.seeded.draws import Draws, Layout
 from splitc.runtime.seeded.mode import SeededRandom
 from splitc.runtime.transport.base import Transport
 from tests.support.ranks import begin, context_of, on_comms, on_ranks, plan_of, rank_of
-from tests.support.sampling import along, in_pairs
+from tests.support.sampling import along, in_one, in_pairs
 from tests.support.transitions import TRANSITIONS, Case
 
 Sizes = tuple[int, ...] | None
@@ -54,6 +54,7 @@ BOTH = [
 ]
 
 
+@in_one
 @along(plan=[*BOTH, *BOTH], dim=[0, 1, 0, 2, 0], rows=[1, 1, 3, 2, 3], part=[0.75, 1.0, 2.0])
 def test_a_rank_in_both_roles_hands_its_examples_over_in_memory(plan: Plan, dim: int, rows: int, part: float) -> None:
     sizes = tuple(int(size * part) for size in plan.local_batches)
@@ -89,20 +90,6 @@ def test_a_rank_in_both_roles_hands_its_examples_over_in_memory(plan: Plan, dim:
         assert sent == given  # what a rank keeps does not travel
 
 
-def test_what_is_handed_over_arrives_in_the_order_in_which_it_was_given() -> None:
-    def run(transport: Transport) -> list[list[float]]:
-        rank = rank_of(in_both((0, 2, 4), (0, 1), (0, 3, 4)), transport)
-        conv, fc = rank.comm("conv"), rank.comm("fc")
-        with rank.step(context_of(rank)):
-            for k in range(3):
-                conv.send(torch.full((2,), 10.0 * k + rank.index), "fc")
-            return [fc.recv("conv", (-1,), torch.float32).tolist() for _ in range(3)]
-
-    first, second = on_ranks(2, run)
-    assert first == [[10 * k, 10 * k, 10 * k + 1] for k in range(3)]
-    assert second == [[10 * k + 1] for k in range(3)]
-
-
 def test_what_was_handed_over_has_no_graph_and_is_a_copy() -> None:
     def run(transport: Transport) -> None:
         rank = rank_of(in_both((0, 4), (0,), (0, 4)), transport)
@@ -115,17 +102,6 @@ def test_what_was_handed_over_has_no_graph_and_is_a_copy() -> None:
         assert rank.transport.sent_bytes == 0
 
     on_ranks(1, run)
-
-
-def test_a_rank_with_two_comms_says_both_roles_and_its_step_gets_both() -> None:
-    def run(transport: Transport) -> tuple[str, list[str]]:
-        rank = rank_of(in_both((0, 4), (0, 1), (0, 2, 4), world=3), transport)
-        roles = [comm.role for comm in rank.comms]
-        assert all(rank.comm(comm.role) is comm for comm in rank.comms)
-        assert rank._examples[1, "fc"] == (2, 4) and rank._examples[0, "conv"] == (0, 4)
-        return rank.spec.role, roles
-
-    assert on_ranks(3, run) == [("conv and fc", ["conv", "fc"]), ("fc", ["fc"]), ("idle", ["idle"])]
 
 
 # -- a group's turns ---------------------------------------------------------------------------------------------------
@@ -141,7 +117,8 @@ def pieces(plan: Plan, sizes: Sizes, rank: int, turn: int) -> list[tuple[int, in
     return own if scheme == "BK" else [next((p for p in parts if a <= p[0] and p[1] <= b), (a, a)) for a, b in own]
 
 
-@in_pairs(6, plan=GROUPED, sizes=SIZES, layout=[(0, 1), (1, 3)])
+@in_one
+@in_pairs(plan=GROUPED, sizes=SIZES, layout=[(0, 1), (1, 3)])
 def test_modulo_gathers_a_turns_examples_and_a_slice_has_ones_own_of_them(
     plan: Plan, sizes: Sizes, layout: tuple[int, int]
 ) -> None:
@@ -171,33 +148,7 @@ def test_modulo_gathers_a_turns_examples_and_a_slice_has_ones_own_of_them(
     assert sorted(example for each in seen for example in each) == list(range(total))
 
 
-@in_pairs(6, plan=GROUPED, sizes=SIZES[:4], partial=[True, False])
-def test_the_gradient_of_what_was_gathered_returns_summed_or_sliced(plan: Plan, sizes: Sizes, partial: bool) -> None:
-    total = sum(sizes or plan.local_batches)
-    whole = torch.randn(total, 2, dtype=torch.float64)
-
-    def run(comm: RoleComm) -> tuple[Tensor, int, int]:
-        back, (first, last), members = [], comm.examples, comm.members
-        factor = members.index(comm.shared.transport.rank) + 1 if partial else 1
-        before = sent = comm.shared.transport.sent_bytes
-        for turn in comm.microbatches():
-            gathered = comm[turn].modulo(comm[turn].piece(whole[first:last]))
-            before = comm.shared.transport.sent_bytes
-            gradient = gathered * factor
-            own = comm[turn]
-            back.append(own.reduce_scatter(gradient, to="batch") if partial else own.slice_batch(gradient))
-            sent += comm.shared.transport.sent_bytes - before
-        return torch.cat(back), sent, last - first
-
-    for rank, (gradient, sent, own) in enumerate(on_comms(plan, run, sizes)):
-        members = plan.group("all", rank)
-        first = sum((sizes or plan.local_batches)[:rank])
-        times = sum(range(1, len(members) + 1)) if partial else 1
-        torch.testing.assert_close(gradient, whole[first : first + own] * times)
-        others = sum((sizes or plan.local_batches)[m] for m in members if m != rank)
-        assert sent == (others * 2 * 8 if partial else 0)  # the whole gradient is everywhere already
-
-
+@in_one
 @along(transition=[*TRANSITIONS, *TRANSITIONS], sizes=SIZES[:4], dim=[0, 1], rows=[1, 3])
 def test_the_method_of_every_transition_brings_a_value_to_its_state(
     transition: Transition, sizes: Sizes, dim: int, rows: int
@@ -228,6 +179,7 @@ EMPTY = [
 ]
 
 
+@in_one
 @pytest.mark.parametrize(("plan", "sizes", "busy"), EMPTY)
 def test_a_turn_without_an_example_in_the_group_is_left_out(plan: Plan, sizes: Sizes, busy: list[int]) -> None:
     def run(comm: RoleComm) -> list[tuple[int, bool]]:
@@ -237,14 +189,7 @@ def test_a_turn_without_an_example_in_the_group_is_left_out(plan: Plan, sizes: S
     assert on_comms(plan, run, sizes) == [expected] * plan.world
 
 
-def test_the_communicator_itself_has_the_whole_batch() -> None:
-    def run(comm: RoleComm) -> None:
-        assert comm.counted.is_last and comm.examples == comm.shared.spec.examples
-        assert not comm[0].counted.is_last and comm[3].counted.is_last
-
-    on_comms(grouped(4, "B/K"), run)
-
-
+@in_one
 @along(plan=[plan_of(all=(0, 3, 8)), *GROUPED], share=[0.5, 1.0, 2.0])
 def test_the_shares_of_all_groups_and_turns_sum_to_one(plan: Plan, share: float) -> None:
     sizes = tuple(max(1, int(size * share)) for size in plan.local_batches)
@@ -275,6 +220,7 @@ def test_the_share_of_a_rank_without_examples_is_zero_though_its_mean_is_not_a_n
 # -- what a group has alike --------------------------------------------------------------------------------------------
 
 
+@in_one
 @pytest.mark.parametrize(("size", "expected"), [(1, 1111.0), (2, 101.0), (4, 1.0)])
 def test_the_loss_of_a_group_which_all_its_ranks_have_counts_once(size: int, expected: float) -> None:
     def run(comm: RoleComm) -> float:
@@ -286,13 +232,7 @@ def test_the_loss_of_a_group_which_all_its_ranks_have_counts_once(size: int, exp
     assert on_comms(grouped(size, "B/K"), run) == [expected] * 4
 
 
-def test_a_total_is_summed_over_the_replicas_one_of_each_group() -> None:
-    def run(comm: RoleComm) -> float:
-        return float(comm.all_reduce_scalar(torch.tensor(float(10**comm.shared.transport.rank))))
-
-    assert on_comms(grouped(2, "BK"), run) == [101.0, 1010.0, 101.0, 1010.0]
-
-
+@in_one
 @in_pairs(scheme=SCHEMES, sizes=[None, (3, 5, 2, 2)], features=[None, 501])
 def test_every_rank_draws_its_rows_and_columns_of_the_masks_of_one_process(
     scheme: str, sizes: Sizes, features: int | None
@@ -316,27 +256,6 @@ def test_every_rank_draws_its_rows_and_columns_of_the_masks_of_one_process(
     whole = Draws(0, 0, [(0, total)]).mask(torch.ones(total, 501), 0.5, (3,), Layout())
     for drawn in on_comms(plan, run, sizes):
         assert drawn and all(torch.equal(got, expected) for got, expected in drawn)
-
-
-def test_the_gradient_of_a_dropout_passes_where_the_value_does() -> None:
-    def run(comm: RoleComm) -> None:
-        value = torch.rand(8, 100).add(0.1).requires_grad_()
-        out = comm.dropout(value, 0.5, draw=0)
-        out.sum().backward()
-        assert value.grad is not None
-        assert torch.equal(value.grad, (out != 0) * 2.0)
-
-    on_comms(plan_of(all=(0, 8)), run)
-
-
-def test_outside_of_training_dropout_passes_its_input_through() -> None:
-    def run(comm: RoleComm) -> None:
-        value = torch.ones(4)
-        assert comm.dropout(value, 0.5, draw=0) is value
-        with comm.seeded(draw=1):
-            assert F.dropout(value, 0.5) is value
-
-    on_comms(plan_of(all=(0, 4)), run, training=False)
 
 
 def test_the_examples_of_accumulated_batches_are_numbered_on() -> None:
@@ -366,6 +285,7 @@ def test_a_region_draws_what_one_process_draws_in_it() -> None:
 # -- gradients over turns ----------------------------------------------------------------------------------------------
 
 
+@in_one
 @along(plan=[p for p in GROUPED if len(p.replicas("all", 0)) > 1] + [grouped(1, "B")], sizes=SIZES)
 def test_gradients_add_up_over_turns_and_are_summed_over_the_replicas_once(plan: Plan, sizes: Sizes) -> None:
     total = sum(sizes or plan.local_batches)
@@ -416,22 +336,6 @@ def test_updates_in_every_turn_sum_the_gradients_of_that_turn_and_tell_the_role(
     for gradients, told in on_ranks(plan.world, run):
         torch.testing.assert_close(gradients, expected)
         assert told == ["all", "all"]
-
-
-def test_until_the_last_batch_of_an_update_nothing_is_summed() -> None:
-    def run(transport: Transport) -> list[int]:
-        rank = rank_of(plan_of(all=(0, 4, 8)), transport)
-        stage, sent = nn.Linear(3, 1, bias=False), []
-        for is_last in (False, False, True):
-            begin(rank, is_last=is_last)
-            with rank.comms[0].all_reduce(stage, (("weight",),)):
-                stage(torch.full((1, 3), 10.0**transport.rank)).sum().backward()
-            sent.append(rank.transport.sent_bytes)
-        assert stage.weight.grad is not None
-        assert torch.equal(stage.weight.grad, torch.full((1, 3), 33.0))
-        return sent
-
-    assert on_ranks(2, run) == [[0, 0, 12], [0, 0, 12]]
 
 
 def test_a_missing_gradient_of_gathered_examples_names_rank_and_role() -> None:

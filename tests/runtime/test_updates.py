@@ -107,14 +107,6 @@ def test_a_loss_that_is_not_finite_is_told_in_any_of_the_accumulated_batches() -
         assert said.startswith("step 1: the loss is nan") and steps == 2
 
 
-def test_without_the_check_training_goes_on() -> None:
-    program = planned(2, "data_parallel")
-    x, y = images(program.plan.global_batch)
-    own = program.plan.local_batches
-    losses = on_workers(program, lambda w: float(w.step(*part_of(w, (x * float("inf"), y), own))))
-    assert all(loss != loss for loss in losses)
-
-
 # -- the scale of the loss ---------------------------------------------------------------------------------------------
 
 
@@ -229,9 +221,3 @@ def test_checkpoints_hold_the_scale(tmp_path: Path) -> None:
 
     scales = on_workers(program, run)
     assert max(scales) < 65536 and on_workers(program, again) == scales
-
-
-def test_updates_in_every_microbatch_are_made_before_anything_is_known() -> None:
-    program = planned(2, "modulo_shard(scheme=B,updates=every)")
-    with pytest.raises(LaunchError, match="made before it is known whether the step is finite"):
-        on_workers(program, lambda worker: None, check_finite=True, optimizer=sgd)

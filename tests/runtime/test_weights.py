@@ -42,22 +42,6 @@ def test_a_stage_has_the_values_dtypes_and_flags_of_its_weights_and_is_in_traini
     assert set(stage.state_dict()) == set(given) - {"mask", "elsewhere.weight"}
 
 
-def test_a_stage_has_copies_of_its_own() -> None:
-    given = weights()
-    stage = build(Stage, given, CPU)
-    with torch.no_grad():
-        for tensor in (*stage.parameters(), *stage.buffers()):
-            tensor.zero_()
-    assert bool(given["body.0.weight"].any())
-    assert int(given["body.1.num_batches_tracked"]) == 7
-
-
-def test_making_a_stage_draws_no_random_numbers_for_what_is_overwritten() -> None:
-    given, before = weights(), torch.get_rng_state()
-    build(Stage, given, CPU)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_all_missing_and_misshapen_weights_are_named_at_once() -> None:
     given = weights()
     del given["body.1.running_mean"]
@@ -106,12 +90,6 @@ def test_first_names_tell_which_keys_are_one_tensor() -> None:
     }
 
 
-def test_tensors_without_elements_and_parts_of_a_tensor_are_not_taken_for_tied() -> None:
-    whole = torch.zeros(4, 2)
-    state = {"a": torch.zeros(0), "b": torch.zeros(0), "whole": whole, "first": whole[:2], "flat": whole.view(-1)}
-    assert first_names(state) == {name: name for name in state}
-
-
 def test_a_stage_takes_its_parts_of_weights_and_the_whole_of_the_others() -> None:
     given = {name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in weights().items()}
     shares = {
@@ -137,15 +115,6 @@ def test_a_part_keeps_no_memory_of_the_whole() -> None:
     for name in ("body.0.weight", "head.weight"):
         parameter = stage.get_parameter(name)
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
-
-
-def test_tied_parameters_of_which_a_stage_has_a_part_stay_tied() -> None:
-    values = torch.randn(5, 3)
-    share = Shard(0, 2, 5)
-    given = {"embed.weight": values, "head.weight": values}
-    stage = build(Tied, given, CPU, {"embed.weight": share, "head.weight": share})
-    assert stage.get_parameter("head.weight") is stage.get_parameter("embed.weight")
-    assert torch.equal(stage.get_parameter("head.weight"), values[2:])
 
 
 class Extended(Stage):

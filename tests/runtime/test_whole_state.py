@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from splitc.errors import LaunchError
 from splitc.runtime.spec import Shard
 from splitc.runtime.transport.base import Transport
-from splitc.runtime.whole_state import broadcast_state, gather_holders, gather_state, scatter_state
+from splitc.runtime.whole_state import broadcast_state, gather_holders, gather_state
 from tests.support.ranks import on_ranks
-from tests.support.sampling import along
+from tests.support.sampling import along, in_one
 
 DTYPES = {"a": torch.float64, "b": torch.bfloat16, "c": torch.int64, "d": torch.bool}
 
@@ -33,15 +34,6 @@ def test_gathered_tensors_keep_their_dtypes_and_are_copies_on_rank_0() -> None:
     for name, tensor in given.items():
         assert torch.equal(whole[name], tensor)
         assert whole[name].data_ptr() != tensor.data_ptr()
-
-
-def test_scalars_empty_tensors_and_parts_of_tensors_are_gathered_too() -> None:
-    given = {"count": torch.tensor(3), "none": torch.zeros(0, 4), "column": torch.arange(6.0).reshape(2, 3)[:, 1]}
-    whole, _ = on_ranks(2, lambda t: gather_state(t, given if t.rank else {}))
-    assert whole is not None
-    for name, tensor in given.items():
-        assert whole[name].shape == tensor.shape
-        assert torch.equal(whole[name], tensor)
 
 
 def test_where_two_ranks_give_a_name_the_lower_rank_counts() -> None:
@@ -96,19 +88,16 @@ def broken(**changes: Any) -> dict[str, Tensor]:
     return {key: tensor for key, tensor in changed.items() if tensor is not None}
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        (broken(second_weight=torch.zeros(7)), "second.weight: needs shape (3, 2), has (7,)"),
-        (broken(second_weight=None), "second.weight: missing"),
-        (broken(third_weight=None), "third.weight: missing"),
-        (broken(fourth_weight=torch.zeros(1)), "fourth.weight: the model has no such key"),
-    ],
-)
-def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
-    given: dict[str, Tensor], problem: str
-) -> None:
-    def run(transport: Transport) -> str:
+BROKEN = [
+    (broken(second_weight=torch.zeros(7)), "second.weight: needs shape (3, 2), has (7,)"),
+    (broken(second_weight=None), "second.weight: missing"),
+    (broken(third_weight=None), "third.weight: missing"),
+    (broken(fourth_weight=torch.zeros(1)), "fourth.weight: the model has no such key"),
+]
+
+
+def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing() -> None:
+    def run(transport: Transport, given: dict[str, Tensor]) -> str:
         stage = stage_of(transport.rank)
         before = {name: tensor.clone() for name, tensor in stage.state_dict().items()}
         with pytest.raises(LaunchError) as caught:
@@ -116,23 +105,9 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
         assert all(torch.equal(tensor, before[name]) for name, tensor in stage.state_dict().items())
         return str(caught.value)
 
-    (text,) = set(on_ranks(3, run))
-    assert text == f"the state_dict does not fit the model, and nothing was loaded:\n  - {problem}"
-
-
-def test_rank_0_must_give_the_state() -> None:
-    def run(transport: Transport) -> None:
-        with pytest.raises(LaunchError, match="rank 0 must give the state"):
-            broadcast_state(transport, stage_of(transport.rank), state() if transport.rank else None, [])
-
-    on_ranks(2, run)
-
-
-def test_every_rank_is_handed_its_own_part() -> None:
-    parts = [{"x": torch.tensor([rank]), "y": torch.ones(rank, dtype=torch.bfloat16)} for rank in range(3)]
-    for rank, part in enumerate(on_ranks(3, lambda t: scatter_state(t, parts if t.rank == 0 else None))):
-        assert part.keys() == parts[rank].keys()
-        assert all(torch.equal(part[name], parts[rank][name]) for name in part)
+    for given, problem in BROKEN:
+        (text,) = set(on_ranks(3, partial(run, given=given)))
+        assert text == f"the state_dict does not fit the model, and nothing was loaded:\n  - {problem}"
 
 
 # -- parts of tensors --------------------------------------------------------------------------------------------------
@@ -170,6 +145,7 @@ def own_part(whole: Tensor, share: Shard) -> Tensor:
     return whole.narrow(dim, first, last - first)
 
 
+@in_one
 @along(shares=DIVIDED, dtype=[torch.float32, torch.bfloat16, torch.int64])
 def test_parts_are_put_together_beside_whole_tensors(shares: list[Shard], dtype: torch.dtype) -> None:
     whole, plain = torch.arange(24).reshape(6, 4).to(dtype), torch.arange(3)
@@ -187,17 +163,6 @@ def test_parts_are_put_together_beside_whole_tensors(shares: list[Shard], dtype:
     assert torch.equal(state["first"], plain)
 
 
-def test_of_a_part_that_several_ranks_give_the_lowest_ones_counts() -> None:
-    shares: list[Shard] = [Shard(0, 0, 2), Shard(0, 2, 3), Shard(0, 0, 2), Shard(0, 2, 3)]
-
-    def run(transport: Transport) -> dict[str, Tensor] | None:
-        share = shares[transport.rank]
-        return gather_state(transport, {"x": torch.full((share[2] - share[1],), transport.rank)}, {"x": share})
-
-    state = on_ranks(4, run)[0]
-    assert state is not None and state["x"].tolist() == [0, 0, 1]
-
-
 class Divided(nn.Module):
     """A part of a weight and of a bias, and a whole one."""
 
@@ -207,6 +172,7 @@ class Divided(nn.Module):
         self.scale = nn.Parameter(torch.zeros(()))
 
 
+@in_one
 @pytest.mark.parametrize("shares", DIVIDED)
 def test_of_a_state_every_rank_takes_its_part(shares: list[Shard]) -> None:
     whole = {"weight": torch.randn(6, 4), "bias": torch.randn(6, 4), "scale": torch.tensor(3.0)}
@@ -227,6 +193,7 @@ def test_of_a_state_every_rank_takes_its_part(shares: list[Shard]) -> None:
     assert on_ranks(3, run) == [{}, {}, {}]
 
 
+@in_one
 @along(shape=[(6, 5), (5, 4), (7, 4), (6,), (), (4, 6)], dim=[0, 1, 1])
 def test_a_state_of_which_a_rank_cannot_have_its_part_is_refused_on_every_rank(
     shape: tuple[int, ...], dim: int

@@ -17,10 +17,8 @@ from splitc.runtime.transport.base import Transport
 from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.ranks import (
-    SEPARATION,
     STRATEGIES,
     Net,
-    adam,
     assert_same,
     batch_of,
     batches_for,
@@ -35,42 +33,8 @@ from tests.support.ranks import (
     train,
     worker_of,
 )
-from tests.support.sampling import along, in_pairs
 
 # -- training ----------------------------------------------------------------------------------------------------------
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {"clip_norm": 0.05, "accumulate": 3},
-    {"clip_norm": 1e3},
-    {"accumulate": 2},
-    {"clip_norm": 0.05},
-    {},
-]
-
-
-@in_pairs(5, strategy=STRATEGIES, options=OPTIONS, optimizer=[adam, decaying, sgd])
-def test_training_is_that_of_one_process(strategy: str, options: dict[str, Any], optimizer: Any) -> None:
-    """Whose loss is divided by the number of batches of an update; what is clipped is the gradient of all of them."""
-    model, program = plain(strategy)
-    batches = batches_for(program, 3 * options.get("accumulate", 1))
-    results = on_workers(program, lambda worker: train(worker, batches), optimizer=optimizer, **options)
-    losses, state = one_process(copy.deepcopy(model), batches, optimizer, **options)
-    for got, _ in results:
-        assert got == pytest.approx(losses, rel=1e-5)  # each batch's own, not divided
-    assert_same(results[0][1], state)
-    assert [state for _, state in results[1:]] == [None] * (program.plan.world - 1)
-
-
-@along(share=[1, 3, 7], strategy=[SEPARATION, "data_parallel"])
-def test_a_smaller_or_larger_batch_is_that_of_one_process_too(strategy: str, share: int) -> None:
-    model, program = plain(strategy)
-    sizes = [share, share + 1]
-    batches = [batch_of(sum(sizes)) for _ in range(3)]
-    results = on_workers(program, lambda worker: train(worker, batches, sizes))
-    losses, state = one_process(copy.deepcopy(model), batches)
-    assert results[-1][0] == pytest.approx(losses, rel=1e-5)
-    assert_same(results[0][1], state)
 
 
 class Aside(nn.Module):
@@ -190,12 +154,6 @@ def test_frozen_parameters_are_handed_to_the_factory_but_a_rank_of_frozen_ones_h
     assert torch.equal(expected["features.0.weight"], model.get_parameter("features.0.weight"))
     assert on_ranks(3, run) == [True, True, False]
     assert seen == {role: [name for name, _ in model.named_parameters()] for role in ("conv", "fc")}
-
-
-def test_an_optimizer_that_needs_the_whole_model_at_once_is_refused() -> None:
-    _, program = plain("data_parallel")
-    with pytest.raises(LaunchError, match="LBFGS"):
-        on_workers(program, lambda worker: None, optimizer=lambda params: torch.optim.LBFGS([p for _, p in params]))
 
 
 # -- ranks that were started differently -------------------------------------------------------------------------------

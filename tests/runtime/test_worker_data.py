@@ -119,24 +119,6 @@ def test_evaluation_uses_the_first_replicas_buffers_and_one_process_agrees() -> 
     assert training
 
 
-def test_evaluation_changes_no_training() -> None:
-    program = compile_net(Net(drop=0.5))
-    batches, held_out = batches_for(program), batch_of(8)
-
-    def with_evaluation(worker: Worker) -> tuple[list[float], dict[str, Tensor] | None]:
-        losses = []
-        for batch in batches:
-            losses += train(worker, [batch])[0]
-            worker.evaluate(*part_of(worker, held_out, (4, 4)))
-        return losses, worker.state_dict()
-
-    (losses, state), *_ = on_workers(program, with_evaluation)
-    (plain_losses, plain_state), *_ = on_workers(program, lambda worker: train(worker, batches))
-    assert losses == plain_losses
-    assert plain_state is not None
-    assert_same(state, plain_state, tolerance=0.0)
-
-
 @pytest.mark.parametrize("number", [9, 21])
 def test_the_loss_of_a_whole_dataset_counts_every_example_once(number: int) -> None:
     model, program = plain("layer_separation(n_c=2, n_f=1)")

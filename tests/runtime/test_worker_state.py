@@ -14,10 +14,8 @@ from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.ranks import (
-    SEPARATION,
     assert_same,
     batch_of,
-    batches_for,
     on_workers,
     one_process,
     part_of,
@@ -67,63 +65,6 @@ def test_the_state_has_all_keys_of_the_model_tied_and_unused_ones_too(strategy: 
     assert got is not None
     assert got["embed.weight"] is got["head.weight"]  # as small on disk as the model's own
     model.load_state_dict(got)
-
-
-def test_the_state_is_the_whole_model_before_any_step_and_does_not_move_with_later_ones() -> None:
-    model, program = plain()
-    batch = batch_of(8)
-
-    def run(worker: Worker) -> dict[str, Tensor] | None:
-        state = worker.state_dict()
-        train(worker, [batch])
-        return state
-
-    assert_same(on_workers(program, run)[0], model.state_dict(), tolerance=0.0)
-
-
-@pytest.mark.parametrize(("source", "target"), [(SEPARATION, "data_parallel"), ("data_parallel", SEPARATION)])
-def test_a_state_loads_into_another_plan_and_training_goes_on_as_in_one_process(source: str, target: str) -> None:
-    model, program = plain(source)
-    other = plain(target)[1]
-    first, second = batches_for(program), batches_for(other)
-
-    def sgd_without_memory(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.1)
-
-    (_, saved), *_ = on_workers(program, lambda worker: train(worker, first), optimizer=sgd_without_memory)
-    assert saved is not None
-    saved["unused.weight"] = torch.full((2, 2), 3.0)
-
-    def run(worker: Worker) -> tuple[list[float], dict[str, Tensor] | None]:
-        worker.load_state_dict(saved if worker.rank.index == 0 else None)
-        return train(worker, second)
-
-    (losses, state), *_ = on_workers(other, run, optimizer=sgd_without_memory)
-    copied = copy.deepcopy(model)
-    one_process(copied, first, sgd_without_memory)
-    with torch.no_grad():
-        copied.unused.weight.fill_(3.0)
-    expected_losses, expected = one_process(copied, second, sgd_without_memory)
-    assert losses == pytest.approx(expected_losses, rel=1e-5)
-    assert_same(state, expected)
-
-
-def test_a_loaded_state_keeps_the_optimizers_parameters() -> None:
-    model, program = plain()
-
-    def run(worker: Worker) -> dict[str, Tensor] | None:
-        zeros = {key: torch.zeros_like(tensor) for key, tensor in model.state_dict().items()}
-        worker.load_state_dict(zeros)
-        for tensor in zeros.values():
-            tensor.fill_(9.0)  # the worker has copies
-        train(worker, [batch_of(8)])
-        return worker.state_dict()
-
-    state = on_workers(program, run)[0]
-    assert state is not None
-    assert bool(state["head.2.bias"].any())  # it trained
-    assert float(state["head.2.bias"].abs().max()) < 1.0
-    assert not bool(state["unused.weight"].any())
 
 
 def test_a_worker_keeps_no_second_copy_of_its_weights() -> None:

@@ -120,25 +120,6 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_on_every_rank(
     assert sorted(steps_in(tmp_path)) == [0, 1]
 
 
-def test_a_full_disk_is_told_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    def run(worker: Worker) -> str:
-        worker.save(tmp_path)
-        worker._transport.barrier()
-        monkeypatch.setattr(Path, "mkdir", full)
-        worker._transport.barrier()
-        with pytest.raises(LaunchError) as caught:
-            worker.save(tmp_path)
-        return str(caught.value)
-
-    for text in on_workers(small(), run):
-        assert "no checkpoint was written" in text
-        assert "No space left on device" in text
-    assert sorted(steps_in(tmp_path)) == [0]
-
-
 def test_objects_without_a_state_or_with_one_that_is_code_are_refused_by_name(tmp_path: Path) -> None:
     class Odd:
         def state_dict(self) -> Any:

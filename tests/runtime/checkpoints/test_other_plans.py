@@ -91,7 +91,7 @@ def run(strategy: str, first: int, last: int, *arguments: Any, **options: Any) -
     return found[0]
 
 
-@along(1, strategy=PLANS, half=[10, 9])
+@along(1, strategy=list(PLANS)[::2], half=[10, 9])
 def test_twenty_batches_are_some_a_checkpoint_and_the_others_bit_for_bit(
     strategy: str, half: int, tmp_path: Path
 ) -> None:
@@ -105,11 +105,11 @@ def test_twenty_batches_are_some_a_checkpoint_and_the_others_bit_for_bit(
     assert all(torch.equal(last[name], state[name]) for name in state)
 
 
-MOVES = [(list(PLANS)[k], list(PLANS)[(k + shift) % len(PLANS)]) for shift in (1, 4) for k in range(len(PLANS))]
-"""A checkpoint has one form whatever wrote it: each plan writes two and reads two."""
+MOVES = [(before, list(PLANS)[(k + 4) % len(PLANS)]) for k, before in enumerate(PLANS)]
+"""A checkpoint has one form whatever wrote it: each plan writes one and reads another."""
 
 
-@sampled(("before", "after"), MOVES, one_in=7)
+@sampled(("before", "after"), MOVES, one_in=9)
 def test_any_strategy_goes_on_from_any_other(before: str, after: str, tmp_path: Path) -> None:
     expected, state = uninterrupted()
     assert state is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 from splitc.runtime.collectives.divided_layers import DividedLayers
 from splitc.runtime.collectives.model_parallel import Group, feature_widths
 from tests.runtime.collectives.test_model_parallel import on_group, random
-from tests.support.sampling import along
+from tests.support.sampling import along, in_one
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {},
@@ -37,6 +37,7 @@ def problem(classes: int, rows: int = 6, dtype: torch.dtype = torch.float64) -> 
     return (30 * random(0, rows, classes)).to(dtype), target
 
 
+@in_one
 @along(name=OPTIONS, group=[(6, 4), (2, 11), (3, 11)])
 def test_value_and_gradient_are_those_of_whole_logits(name: str, group: tuple[int, int]) -> None:
     """In groups of more ranks than classes, some have none."""
@@ -69,6 +70,7 @@ EXTREME: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@in_one
 @pytest.mark.parametrize("name", EXTREME)
 def test_logits_of_extreme_values_give_the_same_loss(name: str) -> None:
     logits, target = problem(11)
@@ -91,6 +93,7 @@ def test_logits_of_extreme_values_give_the_same_loss(name: str) -> None:
     torch.testing.assert_close(torch.cat([grad for _, grad in found], 1), whole.grad, rtol=1e-11, atol=1e-11)
 
 
+@in_one
 @pytest.mark.parametrize(("smoothing", "numbers"), [(0.0, 3), (0.1, 4)])
 def test_three_numbers_of_a_row_are_summed_and_a_fourth_for_label_smoothing(smoothing: float, numbers: int) -> None:
     logits, target = problem(8)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from splitc.runtime.collectives.gradients import GradientSum
 from splitc.runtime.transport.base import Transport, Work
-from tests.support.ranks import on_ranks, plan_of, rank_of
+from tests.support.ranks import on_ranks
+from tests.support.sampling import in_one
 
 T = TypeVar("T")
 BUCKETS = (("last.weight", "last.bias"), ("first.weight", "first.bias"))
@@ -65,6 +66,7 @@ def everyone(transport: Transport, buckets: Sequence[Sequence[str]] = BUCKETS) -
     return [tuple(range(transport.world))] * len(buckets)
 
 
+@in_one
 @pytest.mark.parametrize(
     "buckets", [BUCKETS, BUCKETS[::-1], (BUCKETS[0] + BUCKETS[1],), tuple((n,) for b in BUCKETS for n in b)]
 )
@@ -166,6 +168,7 @@ class Tied(nn.Module):
         return self.second(self.first(x).relu()).square().sum()
 
 
+@in_one
 @pytest.mark.parametrize("name", ["first.weight", "second.weight"])
 def test_a_parameter_used_twice_is_summed_once_whole_under_either_name(name: str) -> None:
     model = Tied()
@@ -209,18 +212,3 @@ def test_gradients_are_parts_of_their_buckets_sum_so_that_no_second_copy_of_them
         return len(kept)
 
     assert on_replicas(Stage(), run) == [2, 2, 2]
-
-
-def test_a_rank_that_is_given_another_stage_sums_that_ones_gradients() -> None:
-    model = Stage()
-
-    def run(transport: Transport, stage: nn.Module, x: Tensor) -> dict[str, Tensor]:
-        rank = rank_of(plan_of(all=(0, 5, 10)), transport)
-        for each in (stage_like(model), stage):
-            with rank.comm("all").all_reduce(each, BUCKETS):
-                each(x).backward()
-        assert transport.sent_bytes == 2 * 2 * (10 + 16) * 4 // 2  # two steps on a ring of two
-        return gradients(stage)
-
-    for got in on_replicas(model, run, world=2):
-        torch.testing.assert_close(got, expected(model, 2))

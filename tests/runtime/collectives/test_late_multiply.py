@@ -13,7 +13,7 @@ from splitc.runtime.late_multiply.layers import LateMultiply
 from splitc.runtime.transport.base import Transport, Work
 from tests.runtime.collectives.test_model_parallel import own_of, random
 from tests.support.ranks import on_ranks
-from tests.support.sampling import along
+from tests.support.sampling import along, in_one
 from tests.support.transitions import count_sent
 
 ROWS = [(2, 2), (1, 3, 2), (3, 0, 1)]
@@ -42,6 +42,7 @@ def assert_replicas(gotten: Sequence[Sequence[Tensor | None]], expected: Sequenc
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@in_one
 @along(rows=ROWS, with_bias=[True, False])
 def test_two_layers_have_the_gradients_of_one_process(rows: tuple[int, ...], with_bias: bool) -> None:
     x, weights = random(1, sum(rows), 5), [random(2, 4, 5), random(3, 3, 4)]
@@ -71,22 +72,6 @@ def test_two_layers_have_the_gradients_of_one_process(rows: tuple[int, ...], wit
     assert_replicas(on_replicas(len(rows), replica), expected)
 
 
-def test_inputs_of_more_dims_give_their_own_gradients_too() -> None:
-    x, weight, bias, y_grad = random(1, 4, 2, 3), random(2, 5, 3), random(3, 5), random(4, 4, 2, 5)
-    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(), bias.clone().requires_grad_()]
-    expected = torch.autograd.grad(F.linear(*leaves), leaves, y_grad)
-
-    def replica(late: LateMultiply, index: int) -> list[Tensor | None]:
-        own = x.split(2)[index].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()  # not contiguous
-        w, b = weight.clone().requires_grad_(), bias.clone().requires_grad_()
-        late.linear(own, w, b, rows=[4, 4]).backward(y_grad.split(2)[index])
-        torch.testing.assert_close(own.grad, expected[0].split(2)[index], rtol=1e-12, atol=1e-12)
-        late.finish()
-        return [w.grad, b.grad]
-
-    assert_replicas(on_replicas(2, replica), expected[1:])
-
-
 def test_several_uses_of_one_weight_and_several_steps_add_up() -> None:
     weight, xs = random(1, 3, 3), [random(2, 4, 3), random(3, 2, 3)]
 
@@ -109,6 +94,7 @@ def test_several_uses_of_one_weight_and_several_steps_add_up() -> None:
     assert_replicas(on_replicas(2, replica), [whole.grad])
 
 
+@in_one
 @pytest.mark.parametrize(("weight_trains", "bias_trains"), [(True, False), (False, True), (False, False)])
 def test_only_what_trains_is_gathered(weight_trains: bool, bias_trains: bool) -> None:
     x = random(1, 4, 3)
@@ -132,28 +118,6 @@ def test_only_what_trains_is_gathered(weight_trains: bool, bias_trains: bool) ->
         return [w.grad, b.grad]
 
     assert_replicas(on_replicas(2, replica), expected)
-
-
-def test_under_autocast_inputs_and_errors_travel_in_bfloat16() -> None:
-    x, weight, bias = (t.float() for t in (random(1, 8, 16), random(2, 4, 16), random(3, 4)))
-    w, b = weight.clone().requires_grad_(), bias.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        F.linear(x, w, b).square().sum().backward()
-
-    def replica(late: LateMultiply, index: int) -> None:
-        ours, shift = weight.clone().requires_grad_(), bias.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = late.linear(x.split(4)[index], ours, shift, rows=[4, 4])
-            assert y.dtype == torch.bfloat16
-            y.square().sum().backward()
-            late.finish()
-        assert late.transport.sent_bytes == 2 * 4 * (16 + 4)
-        assert ours.grad is not None and shift.grad is not None
-        assert ours.grad.dtype == shift.grad.dtype == torch.float32
-        torch.testing.assert_close(ours.grad, w.grad, rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(shift.grad, b.grad, rtol=2e-2, atol=2e-2)
-
-    on_replicas(2, replica)
 
 
 def test_all_factors_travel_in_one_gather_from_the_last_error_on_until_finish() -> None:
@@ -197,6 +161,7 @@ def test_a_use_that_backward_does_not_reach_holds_up_no_gradient() -> None:
     assert_replicas(on_replicas(2, replica), [w.grad])
 
 
+@in_one
 @pytest.mark.parametrize("alternating", [True, False])
 def test_the_factors_of_all_microbatches_travel_together(alternating: bool) -> None:
     x, weight = random(1, 6, 3), random(2, 2, 3)
@@ -218,25 +183,6 @@ def test_the_factors_of_all_microbatches_travel_together(alternating: bool) -> N
     assert_replicas(on_replicas(2, replica), [w.grad])
 
 
-def test_factors_of_several_dtypes_travel_apart() -> None:
-    x, weight = random(1, 4, 3), random(2, 2, 3)
-    w = weight.clone().requires_grad_()
-    F.linear(x, w).square().sum().backward()
-    expected = w.grad
-
-    def replica(late: LateMultiply, index: int) -> list[Tensor | None]:
-        w, single = weight.clone().requires_grad_(), weight.float().requires_grad_()
-        own = x.split(2)[index]
-        loss = late.linear(own, w, rows=[2, 2]).square().sum()
-        (loss + late.linear(own.float(), single, rows=[2, 2]).square().sum()).backward()
-        late.finish()
-        assert single.grad is not None and expected is not None and single.grad.dtype == torch.float32
-        torch.testing.assert_close(single.grad, expected.float(), rtol=1e-5, atol=1e-5)
-        return [w.grad]
-
-    assert_replicas(on_replicas(2, replica), [expected])
-
-
 def note_gathers(late: LateMultiply, events: list[str]) -> None:
     """Let every gather add "start" and "wait" to `events`."""
     start = late.transport._all_gather
@@ -255,26 +201,6 @@ def note_gathers(late: LateMultiply, events: list[str]) -> None:
     late.transport._all_gather = noted  # type: ignore[method-assign,assignment]
 
 
-def test_without_grad_mode_or_other_replicas_it_is_a_plain_linear_layer() -> None:
-    x, w, b = random(1, 2, 3), random(2, 4, 3).requires_grad_(), random(3, 4).requires_grad_()
-    expected = F.linear(x, w, b)
-
-    def replica(late: LateMultiply, index: int) -> None:
-        with torch.no_grad():
-            y = late.linear(x, w, b, rows=[2, 2])
-        assert torch.equal(y, expected)
-        assert not y.requires_grad
-
-    on_replicas(2, replica)
-
-    def alone(late: LateMultiply, index: int) -> None:
-        late.linear(x, w, b, rows=[2]).sum().backward()
-        late.finish()
-        assert w.grad is not None
-
-    on_replicas(1, alone)
-
-
 def test_an_input_that_changed_in_place_after_its_use_is_noticed() -> None:
     def replica(late: LateMultiply, index: int) -> None:
         x, w = random(1, 2, 3), random(2, 4, 3).requires_grad_()
@@ -282,14 +208,5 @@ def test_an_input_that_changed_in_place_after_its_use_is_noticed() -> None:
         x.zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-
-    on_replicas(2, replica)
-
-
-def test_rows_that_do_not_fit_are_refused() -> None:
-    def replica(late: LateMultiply, index: int) -> None:
-        for rows in ([2], [3, 3]):
-            with pytest.raises(ValueError, match=r"late multiply of \(2, 3\) float64 .* replicas' rows are \["):
-                late.linear(random(1, 2, 3), random(2, 4, 3), rows=rows)
 
     on_replicas(2, replica)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splitc.runtime.collectives.meanwhile import Meanwhile
-from tests.support.sampling import along
+from tests.support.sampling import along, in_one
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -16,6 +16,7 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> lis
     return [torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes]
 
 
+@in_one
 @along(
     shape=[(6, 5), (3, 2, 5), (2, 3, 2, 5), (0, 5), (5,)],
     with_bias=[True, False],
@@ -39,6 +40,7 @@ def test_value_and_gradients_are_those_of_a_linear_layer(
     torch.testing.assert_close([p.grad for p in given[1:]], list(gradients[1:]))
 
 
+@in_one
 @pytest.mark.parametrize("shape", [(6, 5), (3, 2, 5)])
 def test_a_rank_may_have_no_features(shape: tuple[int, ...]) -> None:
     x, weight, bias = tensors(shape, (0, 5), (0,))
@@ -59,6 +61,7 @@ def test_gradients_of_several_uses_add_up() -> None:
     torch.testing.assert_close([x.grad, weight.grad], list(expected))
 
 
+@in_one
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
 def test_where_a_gradient_is_not_needed_this_is_the_plain_layer(frozen: str) -> None:
     named = dict(zip(("x", "weight", "bias"), tensors((3, 2, 5), (4, 5), (4,)), strict=True))
@@ -67,13 +70,6 @@ def test_where_a_gradient_is_not_needed_this_is_the_plain_layer(frozen: str) -> 
     meanwhile = Meanwhile()
     gradients = torch.autograd.grad(meanwhile.linear(*named.values()).sum(), others)
     torch.testing.assert_close(gradients, torch.autograd.grad(F.linear(*named.values()).sum(), others))
-
-
-def test_a_result_may_be_changed_in_place() -> None:
-    x, weight = tensors((3, 2, 5), (4, 5))
-    (expected,) = torch.autograd.grad(F.relu(F.linear(x, weight)).sum(), x)
-    F.relu(Meanwhile().linear(x, weight), inplace=True).sum().backward()
-    torch.testing.assert_close(x.grad, expected)
 
 
 def test_what_is_left_is_done_one_at_a_time_or_all_at_once() -> None:
@@ -86,10 +82,3 @@ def test_what_is_left_is_done_one_at_a_time_or_all_at_once() -> None:
     meanwhile.finish()
     meanwhile.one()
     assert done == [0, 1, 2, 3]
-
-
-def test_without_grad_mode_nothing_is_left_for_later() -> None:
-    x, weight = tensors((3, 5), (4, 5))
-    with torch.no_grad():
-        value = Meanwhile().linear(x, weight)
-    assert torch.equal(value, F.linear(x, weight)) and not value.requires_grad

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from splitc.ir.transitions import nbytes_sent
@@ -15,6 +14,7 @@ from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.collectives.model_parallel import Group
 from splitc.runtime.transport.base import Transport
 from tests.support.ranks import on_ranks
+from tests.support.sampling import in_one
 from tests.support.transitions import TABLE, TRANSITIONS, Case, cases, count_sent, fractions_sent
 
 EVERY = pytest.mark.parametrize("transition", TRANSITIONS, ids=str)
@@ -44,6 +44,7 @@ def moved(group: Group, x: Tensor, source: State, target: State, extents: Extent
 # every row of the table
 
 
+@in_one
 @EVERY
 def test_value_and_gradient_are_those_of_one_process_by_the_adjoint_and_the_bytes_of_the_table(
     transition: Transition,
@@ -108,44 +109,6 @@ def random(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor
     return Case(shape, Extents(), dtype).value(seed)
 
 
-def mlp() -> tuple[Tensor, ...]:
-    """Examples, targets, and the weights of two linear layers, to be differentiated."""
-    x, first, second, bias = random(1, 6, 5), random(2, 8, 5), random(3, 4, 8), random(4, 4)
-    return x, torch.arange(6) % 4, first.requires_grad_(), second.requires_grad_(), bias.requires_grad_()
-
-
-def test_modulo_and_shard_layers_are_one_process() -> None:
-    """Krizhevsky's scheme: each member brings examples, and two layers whose features are divided work on all."""
-    x, target, first, second, bias = mlp()
-    x.requires_grad_()
-    loss = F.cross_entropy(F.linear(F.relu(F.linear(x, first)), second, bias), target)
-    expected = torch.autograd.grad(loss, [x, first, second, bias])
-    rows, hidden_widths, widths = (1, 3, 2), (2, 5, 1), (2, 0, 2)
-
-    def member(group: Group) -> None:
-        i = group.index
-        up = own_of(first.detach(), hidden_widths, i, 0).clone().requires_grad_()
-        down = own_of(second.detach(), widths, i, 0).clone().requires_grad_()
-        shift = own_of(bias.detach(), widths, i, 0).clone().requires_grad_()
-        own = own_of(x, rows, i, 0).detach().requires_grad_()
-        examples = moved(group, own, State.BATCH, State.DIVIDED, Extents(rows))
-        targets = moved(group, own_of(target, rows, i, 0), State.BATCH, State.REPLICATE, Extents(rows))
-        assert torch.equal(targets, target)
-        hidden = F.relu(F.linear(examples, up))
-        hidden = moved(group, hidden, State.FEATURES, State.DIVIDED, Extents((), hidden_widths))
-        scores = F.linear(hidden, down, shift)
-        scores = moved(group, scores, State.FEATURES, State.REPLICATE, Extents((), widths))
-        ours = F.cross_entropy(scores, targets)
-        torch.testing.assert_close(ours, loss, rtol=1e-12, atol=1e-12)
-        ours.backward()
-        gotten = [own.grad, up.grad, down.grad, shift.grad]
-        cut = [(rows, 0), (hidden_widths, 0), (widths, 0), (widths, 0)]
-        wholes = [own_of(whole, sizes, i, dim) for whole, (sizes, dim) in zip(expected, cut, strict=True)]
-        torch.testing.assert_close(gotten, wholes, rtol=1e-12, atol=1e-12)
-
-    on_group(3, member)
-
-
 def test_other_dtypes_travel_as_they_are() -> None:
     extents = Extents((3, 1), (2, 1))
     case = Case((4, 3), extents)
@@ -159,19 +122,6 @@ def test_other_dtypes_travel_as_they_are() -> None:
             assert torch.equal(value, case.held(whole, target, group.index)) and value.requires_grad
             (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value))
             assert gradient.dtype == dtype and gradient.shape == x.shape
-
-    on_group(2, member)
-
-
-def test_values_without_a_gradient_move_too() -> None:
-    case = Case((3, 4), Extents((1, 2), (3, 1)))
-
-    def member(group: Group) -> None:
-        for (source, target), dtype in product(TABLE, (torch.int64, torch.int16, torch.uint8, torch.bool)):
-            whole = torch.arange(12).reshape(3, 4).remainder(3).to(dtype)
-            if source is not State.PARTIAL:  # whose terms a product has made
-                value = moved(group, case.held(whole, source, group.index), source, target, case.extents)
-                assert torch.equal(value, case.held(whole, target, group.index)) and not value.requires_grad
 
     on_group(2, member)
 
@@ -191,6 +141,7 @@ def test_a_group_of_one_rank_passes_everything_through_and_sends_nothing() -> No
     on_ranks(2, alone)
 
 
+@in_one
 @EVERY
 def test_a_transition_that_is_started_early_is_the_same_without_a_graph(transition: Transition) -> None:
     """Two are under way at once, and what they bring is waited for in the other order."""
@@ -244,8 +195,3 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
             moved(group, x, State.BATCH, State.FEATURES, Extents((3, 3), (4, 1)))
 
     on_group(2, member)
-
-
-def test_a_rank_outside_its_group_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"rank 0 is not one of the group's ranks \(1, 2\)"):
-        on_ranks(1, lambda transport: Group(transport, (1, 2)))

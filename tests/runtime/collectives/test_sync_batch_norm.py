@@ -11,7 +11,7 @@ from splitc.runtime.collectives import sync_batch_norm
 from splitc.runtime.collectives.model_parallel import Group
 from tests.runtime.collectives.test_model_parallel import on_group, own_of, random
 from tests.support.ranks import on_ranks
-from tests.support.sampling import along
+from tests.support.sampling import along, in_one
 
 C = 3
 NEITHER: list[Tensor | None] = [None, None]  # weight and bias
@@ -43,6 +43,7 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+@in_one
 @along(rows=[(2, 2), (1, 4, 2), (3, 0, 1), (1, 1)], space=[(), (4,), (2, 5)], affine=[True, False])
 def test_values_gradients_and_running_statistics_are_those_of_one_process(
     rows: tuple[int, ...], space: tuple[int, ...], affine: bool
@@ -86,6 +87,7 @@ def test_a_small_variance_round_a_large_mean_survives_in_float32() -> None:
     on_group(2, member)
 
 
+@in_one
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32_with_parameters_of_either(dtype: torch.dtype) -> None:
     x, y_grad = random(1, 8, C, 4, dtype=dtype), random(2, 8, C, 4, dtype=dtype)
@@ -137,22 +139,3 @@ def test_evaluation_and_a_group_of_one_are_plain_batch_norm() -> None:
         assert torch.equal(ours[1], theirs[1])
 
     on_ranks(1, alone)
-
-
-def test_one_value_in_all_is_refused_on_every_member() -> None:
-    def member(group: Group) -> None:
-        with pytest.raises(ValueError, match=r"more than one value per channel"):
-            batch_norm(group, torch.ones(1 - group.index, C), None, None, training=True)
-
-    on_group(2, member)
-
-
-def test_a_second_derivative_is_refused() -> None:
-    def member(group: Group) -> None:
-        x = random(group.index, 4, C).requires_grad_()
-        y = batch_norm(group, x, None, None, training=True)
-        (grad,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
-
-    on_group(2, member)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from splitc.errors import LaunchError, NonFiniteError
-from splitc.runtime.launch import failures
+from splitc.errors import LaunchError
 from splitc.runtime.launch.failures import guarded
 from splitc.runtime.transport.base import PeerLost
 
@@ -52,13 +51,6 @@ def test_an_error_that_all_ranks_of_a_host_have_is_printed_by_the_first(
     assert not (tmp_path / "1" / "error.json").exists()
 
 
-def test_a_step_that_is_not_finite_is_told_in_one_line(
-    fail: Callable[..., object], capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert [fail(rank, NonFiniteError("step 7: the loss is nan")) for rank in range(2)] == [1, 0]
-    assert capfd.readouterr().err == "error: step 7: the loss is nan\n"
-
-
 def test_different_errors_are_all_printed(fail: Callable[..., object], capfd: pytest.CaptureFixture[str]) -> None:
     assert [fail(rank, LaunchError(f"rank {rank} is wrong")) for rank in range(2)] == [1, 1]
     assert capfd.readouterr().err == "error: rank 0 is wrong\nerror: rank 1 is wrong\n"
@@ -86,8 +78,3 @@ def test_ranks_that_lost_a_peer_say_where_once_and_torchrun_does_not_take_them_f
         "  (if a rank failed by itself, its error stands above, or on its host; --resume goes on from a checkpoint)",
     ]
     assert not (tmp_path / "0" / "error.json").exists()
-
-
-def test_without_torchrun_every_rank_prints(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert failures._is_first("x") and failures._is_first("x")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
 from splitc.runtime.launch.feed import Batches, evaluation
 from splitc.runtime.launch.main import resume
 from splitc.runtime.worker import Worker
-from tests.support.compiled import compiled
-from tests.support.launched import BATCH, WORLD, Examples, Perceptron
+from tests.support.launched import BATCH, WORLD, Examples, Perceptron, program
 from tests.support.ranks import on_workers
 
 HERE = "tests.runtime.launch.test_feed"
-
-
-@cache
-def program(strategy: str = "data_parallel") -> CompiledProgram:
-    x, y = Examples()[:BATCH]
-    return compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, strategy)
 
 
 def args(**given: Any) -> Namespace:
@@ -51,7 +42,7 @@ def test_a_dataset_is_read_in_epochs_each_in_an_order_of_its_own() -> None:
         assert len(batches) == 6
         return [x for x, _ in batches]
 
-    shares = on_workers(program(), run)
+    shares = on_workers(program("data_parallel"), run)
     epochs = [torch.cat([share[2 * e + k] for k in range(2) for share in shares]) for e in range(3)]
     examples = {tuple(row.tolist()) for row in Examples()[:][0]}
     assert all({tuple(row.tolist()) for row in epoch} == examples for epoch in epochs)
@@ -71,8 +62,12 @@ def test_a_resumed_run_goes_on_behind_the_batches_that_were_trained_on(data: str
         worker.save(tmp_path)
         return losses
 
-    whole = on_workers(program(), lambda worker: train(worker, 7, 0))[0]
-    assert on_workers(program(), first)[0] + on_workers(program(), lambda worker: train(worker, 7, 3))[0] == whole
+    whole = on_workers(program("data_parallel"), lambda worker: train(worker, 7, 0))[0]
+    assert (
+        on_workers(program("data_parallel"), first)[0]
+        + on_workers(program("data_parallel"), lambda worker: train(worker, 7, 3))[0]
+        == whole
+    )
 
 
 def test_batches_that_end_early_and_epochs_of_what_has_no_length_are_named() -> None:
@@ -83,7 +78,7 @@ def test_batches_that_end_early_and_epochs_of_what_has_no_length_are_named() -> 
             Batches(worker, args(data=f"{HERE}:two_batches", epochs=1))
         return str(caught.value)
 
-    texts = on_workers(program(), early)
+    texts = on_workers(program("data_parallel"), early)
     assert texts == [f"the data of rank {rank} ended after 2 of 4 steps" for rank in range(WORLD)]
 
 
@@ -97,14 +92,14 @@ def test_the_evaluation_is_the_mean_over_a_dataset() -> None:
             evaluation(worker, args(eval_data=f"{HERE}:two_batches"))
         return float(worker.evaluate(evaluation(worker, args(eval_data=f"{HERE}:dataset"))))
 
-    assert on_workers(program(), run) == pytest.approx([expected] * WORLD)
+    assert on_workers(program("data_parallel"), run) == pytest.approx([expected] * WORLD)
 
 
 def test_resuming_where_there_is_no_checkpoint_begins_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_workers(program(), lambda worker: resume(worker, Namespace(checkpoints=tmp_path)))
-    on_workers(program(), lambda worker: worker.save(tmp_path))
-    on_workers(program(), lambda worker: resume(worker, Namespace(checkpoints=tmp_path)))
+    on_workers(program("data_parallel"), lambda worker: resume(worker, Namespace(checkpoints=tmp_path)))
+    on_workers(program("data_parallel"), lambda worker: worker.save(tmp_path))
+    on_workers(program("data_parallel"), lambda worker: resume(worker, Namespace(checkpoints=tmp_path)))
     said = capsys.readouterr().out.splitlines()
     assert said == [f"no checkpoint in {tmp_path}: training begins", f"goes on after step 0, from {tmp_path}"]

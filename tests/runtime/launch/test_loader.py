@@ -53,11 +53,6 @@ def test_a_file_that_fails_leaves_nothing_behind_either() -> None:
     assert (sys.modules, sys.meta_path) == (modules, finders)
 
 
-def test_a_rank_that_the_build_does_not_have_is_not_found() -> None:
-    with pytest.raises(ModuleNotFoundError, match="rank7"):
-        load_rank(FILES, 7)
-
-
 def test_a_traceback_shows_the_generated_line() -> None:
     with pytest.raises(ValueError, match="here") as caught:
         load_rank(FILES, 0).fail()
@@ -70,11 +65,6 @@ def test_a_traceback_into_a_folder_names_the_file_that_one_would_edit(tmp_path: 
     with pytest.raises(ValueError, match="here") as caught:
         load_rank(written(tmp_path), 0).fail()
     assert f'"{tmp_path.resolve() / "conv.py"}", line 4' in "".join(traceback.format_exception(caught.value))
-
-
-def test_a_folder_is_read_as_utf8(tmp_path: Path) -> None:
-    (written(tmp_path) / "conv.py").write_bytes("state = 'Straße'\nfail = None\n".encode())
-    assert load_rank(tmp_path, 0).state == "Straße"
 
 
 def test_ranks_may_load_at_the_same_time() -> None:

@@ -11,16 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
 from splitc.runtime.launch.feed import found, synthetic, taken
 from splitc.runtime.launch.torchrun import torchrun
@@ -28,15 +25,8 @@ from splitc.runtime.launch.trial import torchrun_trial
 from splitc.runtime.spec import Input
 from splitc.runtime.worker import Worker
 from tests import ROOT
-from tests.support.compiled import compiled
-from tests.support.launched import BATCH, PIDS, SEPARATION, WORLD, Examples, Perceptron, batches
+from tests.support.launched import BATCH, PIDS, WORLD, Examples, Perceptron, batches, program
 from tests.support.ranks import assert_same, on_workers, one_process, plan_of, rank_spec
-
-
-@cache
-def program() -> CompiledProgram:
-    x, y = Examples()[:BATCH]
-    return compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, SEPARATION)
 
 
 @pytest.fixture
@@ -97,9 +87,7 @@ def test_a_build_trains_on_the_users_data_as_one_process_and_its_saved_state_loa
 @pytest.mark.processes
 def test_a_build_that_ends_within_a_round_saves_the_average_of_its_units(tmp_path: Path) -> None:
     strategy = "local_sgd(period=4, fragments=2, delay=2, through=server, outer_lr=0.7, outer_momentum=0.9)"
-    x, y = Examples()[:BATCH]
-    compiled_net = compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, strategy)
-    folder = compiled_net.save(tmp_path / "build")
+    folder = program(strategy).save(tmp_path / "build")
     arguments = ["--steps", 6, "--data", "tests.support.launched:batches", "--save", tmp_path / "state.pt"]
     code, output, _ = launch(folder / "launch.py", *arguments)
     assert code == 0, output
@@ -109,7 +97,9 @@ def test_a_build_that_ends_within_a_round_saves_the_average_of_its_units(tmp_pat
             worker.step(*batch)
         return worker.state_dict()
 
-    state = on_workers(compiled_net, train, optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9))[0]
+    state = on_workers(
+        program(strategy), train, optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9)
+    )[0]
     assert state is not None
     assert_same(torch.load(tmp_path / "state.pt", weights_only=True), state)
 
@@ -152,16 +142,6 @@ def test_workers_of_compiled_and_of_deferred_programs_train_as_one_process(tmp_p
         saved = torch.load(tmp_path / f"{name}.pt", weights_only=True)
         assert saved.pop("losses").tolist() == pytest.approx(losses, rel=1e-5)
         assert_same(saved, state)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_another_number_of_ranks_than_compiled_for_is_refused_with_the_right_command(build: Path) -> None:
-    code, output, _ = launch(build / "launch.py", world=1)
-    assert code != 0
-    first = next(line for line in output.splitlines() if "rror" in line)
-    assert first.startswith("error: the program is compiled for 2 ranks, but WORLD_SIZE is 1; run: torchrun")
-    assert "--nproc-per-node 2" in first
 
 
 @pytest.mark.slow
@@ -266,36 +246,3 @@ def test_what_a_data_function_gives_is_dropped_on_ranks_that_read_no_data() -> N
         ]
 
     assert on_workers(program(), run) == [[2, 2], [0, 0]]
-
-
-def test_a_data_function_that_is_not_there_is_named() -> None:
-    def run(worker: Worker) -> None:
-        for name, text in (
-            ("tests.support.launched", "write module:function"),
-            ("no_such_module:batches", "No module named 'no_such_module'"),
-            ("tests.support.launched:nothing", "tests.support.launched has no nothing"),
-        ):
-            with pytest.raises(LaunchError, match=f"--data {name}: .*{text}"):
-                found(name, worker)
-
-    on_workers(program(), run)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_launcher_says_what_is_wrong_before_it_begins(build: Path) -> None:
-    for arguments, text in (
-        (["--save", "no/such/folder/state.pt"], "error: --save no/such/folder/state.pt: there is no folder"),
-        (["--save", str(build / "weights.pt")], "error: --save"),
-        ([], "error: not started by torchrun"),
-    ):
-        done = subprocess.run(
-            [sys.executable, str(build / "launch.py"), *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 1
-        assert done.stderr.startswith(text)
-        assert len(done.stderr.splitlines()) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from splitc.runtime.launch.torchrun import of_ranks
+from tests.support.sampling import in_one
 
 API = "torch/distributed/elastic/multiprocessing/api.py"
 FAILED = """\
@@ -21,6 +22,7 @@ launch.py FAILED
 """
 
 
+@in_one
 @pytest.mark.parametrize(
     ("code", "more"),
     [

@@ -26,7 +26,7 @@ from tests.runtime.rounds.test_local_sgd import EXACT, Pair
 from tests.runtime.rounds.test_outer_optimizer import stream
 from tests.support.compiled import CLUSTER, analyse, compiled
 from tests.support.ranks import adam, assert_same, on_workers, sgd, train
-from tests.support.sampling import along, sampled
+from tests.support.sampling import along
 from tests.support.units import train_units
 
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 1.0], dtype=torch.double)
@@ -91,7 +91,8 @@ def test_groups_are_exact_trainings_averaged_by_hand(scheme: str, loss: Any, opt
         assert found[1] == pytest.approx((losses[0][1] + losses[1][1]) / 2, rel=EXACT)
 
 
-@sampled(("world", "mp"), [(6, 2), (6, 3), (8, 4)], one_in=3)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "mp"), [(6, 3), (8, 4)])
 def test_groups_of_any_size_count_by_their_examples(world: int, mp: int) -> None:
     sizes = [2 + rank % 3 + rank // mp for rank in range(world)]
     of_units = [sum(sizes[k : k + mp]) for k in range(0, world, mp)]
@@ -103,6 +104,7 @@ def test_groups_of_any_size_count_by_their_examples(world: int, mp: int) -> None
     assert_same(results[0][1], state, EXACT)
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_parameter_stay_in_one_role() -> None:
     sizes = [3, 3, 3, 3]
     batches = [batch_of(12) for _ in range(5)]
@@ -128,6 +130,7 @@ def test_groups_have_an_outer_optimizer_and_fragments_too() -> None:
     assert_same(got, stream(known()[0], batches, [7, 7], 3, own, 1, 0.5), EXACT)
 
 
+@pytest.mark.slow
 def test_batchnorm_is_synchronised_within_a_group() -> None:
     sizes = [3, 4, 5, 2]
     batches = [batch_of(14) for _ in range(4)]
@@ -136,6 +139,7 @@ def test_batchnorm_is_synchronised_within_a_group() -> None:
     assert_same(got, train_units(known("norm")[0], batches, [[7, 7]] * 4, 2)[1], EXACT)
 
 
+@pytest.mark.slow
 def test_a_group_has_an_in_batch_loss_of_its_own_examples() -> None:
     torch.manual_seed(3)
     model = TwoTowers().double()
@@ -155,16 +159,6 @@ def test_what_groups_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(PlacementError, match=re.escape(why)):
             planned(f"modulo_shard({options})")
-
-
-def test_what_is_sharded_is_only_averaged_and_what_is_not_is_summed_within_a_group() -> None:
-    program = planned("modulo_shard(mp=2, period=4)")
-    plan = program.plan
-    assert not plan.exact and plan.rounds is not None and plan.rounds.unit == 2
-    syncs = {name: (place.holding, place.sync) for name, place in plan.placements.items()}
-    assert syncs["conv"] == ("replicated", "all_reduce")
-    assert {sync for holding, sync in syncs.values() if holding == "sharded"} == {"average"}
-    assert planned("modulo_shard(mp=2)").plan.exact
 
 
 # -- through a server --------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def doubles(examples: int, steps: int) -> list[tuple[Tensor, Tensor]]:
 # -- a period of one update --------------------------------------------------------------------------------------------
 
 
-@along(1, world=[3, 2, 4], name=["counting", "net"], accumulate=[2, 1])
+@along(0, world=[3, 2, 4], name=["counting", "net"], accumulate=[2, 1])
 def test_a_period_of_one_update_of_sgd_is_data_parallelism(name: str, world: int, accumulate: int) -> None:
     sizes = [2 + k for k in range(world)]
     batches = doubles(sum(sizes), 4)

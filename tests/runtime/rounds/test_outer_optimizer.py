@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.cost_models.memory.rank_memory import memory_of
 from splitc.errors import PlacementError
 from splitc.ir.plan import Plan
 from splitc.ir.plan_checks import plan_problems
@@ -116,14 +115,6 @@ def test_the_averaged_change_of_a_round_is_the_gradient_of_an_outer_optimizer(na
     assert_same(got, stream(known(name)[0], batches, sizes, 3, fragments_of(program), optimizer=optimizer), EXACT)
 
 
-def test_nesterov_may_be_left_out() -> None:
-    batches, sizes = doubles(6, 6), [3, 3]
-    program = planned("net", f"local_sgd(period=2, outer_lr={LR}, outer_momentum=0.5, nesterov=False)", 2)
-    _, got = on_workers(program, lambda worker: train(worker, batches, sizes))[0]
-    rule = (LR, 0.5, False)
-    assert_same(got, stream(known("net")[0], batches, sizes, 2, fragments_of(program), outer=rule), EXACT)
-
-
 # -- streaming DiLoCo --------------------------------------------------------------------------------------------------
 
 
@@ -159,15 +150,6 @@ def test_a_round_that_ends_while_fragments_travel_waits_for_them_and_leaves_all_
             torch.testing.assert_close(tensor, expected[key], rtol=EXACT, atol=EXACT)
 
 
-def test_the_memory_of_a_rank_has_what_the_outer_optimizer_keeps() -> None:
-    plain, outer = (
-        memory_of(planned("net", f"local_sgd(period=2{options})", 2).program, 0).peak
-        for options in ("", f", outer_lr={LR}, outer_momentum={MOMENTUM}")
-    )
-    parameters = sum(p.nbytes for p in known("net")[0].parameters())
-    assert outer - plain == pytest.approx(3 * parameters, rel=0.1), "kept, its gradient and its momentum"
-
-
 def test_the_actions_tell_which_fragment_travels_when() -> None:
     program = planned("norm", "local_sgd(period=8, fragments=2, delay=3, outer_lr=0.7)", 2).program
     told = [str(action) for action in program.rank_programs[0].actions if "of a round" in str(action)]
@@ -195,11 +177,6 @@ def test_options_without_sense_are_refused() -> None:
             parse_strategy(f"local_sgd(period=8, {options})")
 
 
-def test_there_are_no_more_fragments_than_tensors() -> None:
-    with pytest.raises(PlacementError, match="64 fragments were asked for, but units average only"):
-        planned("net", "local_sgd(period=64, fragments=64)", 2)
-
-
 def test_a_plan_file_holds_all_of_it() -> None:
     options = LocalSGD(16, outer_lr=0.7, outer_momentum=0.9, fragments=2, delay=3, mixing=0.25)
     plan = planned("net", str(options), 2).plan
@@ -209,11 +186,3 @@ def test_a_plan_file_holds_all_of_it() -> None:
     data["rounds"] |= {"delay": 16, "outer_momentum": 2}
     problems = plan_problems(data)
     assert len(problems) == 2 and all(problem.startswith("rounds: ") for problem in problems)
-
-
-def test_subnets_take_nothing_of_it() -> None:
-    data = json.loads(planned("net", "local_sgd(period=4, fragments=2)", 2).plan.to_json())
-    data["placements"]["head.0"]["holding"] = "subnet"
-    assert "rounds: subnets have no outer optimizer, fragments or server; give no more than steps" in plan_problems(
-        data
-    )

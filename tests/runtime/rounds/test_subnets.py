@@ -17,7 +17,7 @@ from splitc.errors import LaunchError
 from splitc.runtime.subnets.deal import deal
 from tests.support.compiled import compiled
 from tests.support.ranks import adam, decaying, on_workers, part_of, sgd
-from tests.support.sampling import along, sampled
+from tests.support.sampling import along
 from tests.support.subnet_networks import CLASSES, INPUTS, chain, joined, normed, residual, skipped
 from tests.support.subnets import Masks, Network, Trained, train_subnets
 
@@ -116,7 +116,7 @@ def agrees(
     return expected
 
 
-@along(2, name=["joined", "normed", *NETWORKS], world=[3, 2, 4, 1, 2])
+@along(1, name=list(NETWORKS)[::-1], world=[3, 2, 4, 1])
 def test_subnets_train_as_the_paper_says(name: str, world: int) -> None:
     torch.manual_seed(world)
     index = list(NETWORKS).index(name)
@@ -128,7 +128,8 @@ def smooth_adam(params: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01, eps=1e-3)
 
 
-@sampled("seed", range(4), one_in=4)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 def test_whatever_ends_a_round_early_leaves_training_as_the_paper_says(seed: int) -> None:
     torch.manual_seed(seed)
     chosen = random.Random(seed)
@@ -170,11 +171,12 @@ def test_whatever_ends_a_round_early_leaves_training_as_the_paper_says(seed: int
         torch.testing.assert_close(state[key], value, rtol=0, atol=1e-9, msg=partial("{}: {}".format, key))
 
 
-@along(1, optimizer=[adam, sgd, decaying], local_steps=[2, 3, 1])
+@along(0, optimizer=[adam, sgd, decaying], local_steps=[2, 3, 1])
 def test_state_of_an_optimizer_travels_with_its_neurons(local_steps: int, optimizer: Any) -> None:
     agrees(chain(7, 5), 3, local_steps, optimizer)
 
 
+@pytest.mark.slow
 def test_norms_of_gradients_are_those_of_a_subnet() -> None:
     free, clipped = (agrees(chain(7, 5), 2, 2, clip_norm=limit) for limit in (None, 0.05))
     assert free.losses != clipped.losses

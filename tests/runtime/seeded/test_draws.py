@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from splitc.runtime.seeded.draws import Draws, Layout
-from tests.support.sampling import along
+from tests.support.sampling import along, in_one
 
 DRAWS = Draws(seed=0, step=0, examples=[(0, 400)])
 CPU = torch.device("cpu")
@@ -37,6 +37,7 @@ def test_the_numbers_of_some_examples_are_those_that_all_examples_have_there() -
         assert torch.equal(words((len(rows), 500), replace(DRAWS, examples=intervals)), words()[rows])
 
 
+@in_one
 @pytest.mark.parametrize(("start", "width"), [(0, 7), (7, 7), (9, 5)])
 def test_the_numbers_of_a_shard_of_the_features_are_those_of_its_columns(start: int, width: int) -> None:
     shard = words((400, 3, width), layout=Layout(columns=(start, 14)))
@@ -72,25 +73,10 @@ def test_numbers_for_more_examples_than_the_step_has_are_refused() -> None:
         words((401, 2))
 
 
-def test_no_examples_and_no_features_are_no_numbers() -> None:
-    assert words((0, 5), replace(DRAWS, examples=[(3, 3)])).shape == (0, 5)
-    assert words((400, 0)).shape == (400, 0)
-
-
-def test_a_rank_without_examples_of_a_microbatch_draws_nothing() -> None:
-    assert words((0, 5), Draws(0, 0, [])).shape == (0, 5)
-
-
 def test_a_change_of_the_generator_is_noticed() -> None:
     """A run that goes on from a checkpoint draws what it drew before."""
     found = words((2, 2), replace(DRAWS, examples=[(0, 2)]))
     assert found.flatten().tolist() == [-2103217977, -1791475124, -1708926128, 1988543654]
-
-
-def test_the_global_random_generator_stays_as_it_is() -> None:
-    before = torch.get_rng_state()
-    words()
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -114,6 +100,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 def test_no_bit_correlates_with_that_of_another() -> None:
     a = bits(words()).flatten(1)
     for name, other in OTHERS.items():
@@ -127,6 +114,7 @@ def test_every_bit_is_set_half_of_the_time_in_every_example_and_feature() -> Non
         assert float(found.mean(dims).abs().max()) < 5.5 / math.sqrt(count)
 
 
+@in_one
 @pytest.mark.parametrize("shift", [0, 12, 24])
 def test_bytes_are_equally_frequent_and_so_are_pairs_of_neighbours(shift: int) -> None:
     found = words().bitwise_right_shift(shift).bitwise_and_(255).long()
@@ -137,14 +125,10 @@ def test_bytes_are_equally_frequent_and_so_are_pairs_of_neighbours(shift: int) -
         assert abs(chi_square - (bins - 1)) < 5 * math.sqrt(2 * (bins - 1))
 
 
-def test_no_two_examples_steps_or_calls_of_many_have_the_same_numbers() -> None:
-    many = [words((400, 4), replace(DRAWS, step=step), label) for step in range(50) for label in range(5)]
-    assert len({tuple(row) for row in torch.cat(many).tolist()}) == 400 * 250
-
-
 # -- masks, uniform and normal numbers ---------------------------------------------------------------------------------
 
 
+@in_one
 @along(p=[0.001, 0.1, 0.5, 0.9], dtype=[torch.float32, torch.float64, torch.bfloat16])
 def test_a_mask_has_the_rate_and_keeps_the_mean(p: float, dtype: torch.dtype) -> None:
     made = DRAWS.mask(torch.ones(400, 500, dtype=dtype), p, (0,), ROWS)
@@ -156,19 +140,6 @@ def test_a_mask_has_the_rate_and_keeps_the_mean(p: float, dtype: torch.dtype) ->
     assert abs(float(made.double().mean()) - 1) < deviation / (1 - p) + 1e-2 * (dtype == torch.bfloat16)
 
 
-def test_masks_of_all_dtypes_are_zero_at_the_same_elements() -> None:
-    single, double = (
-        DRAWS.mask(torch.ones(400, 50, dtype=d), 0.3, (0,), ROWS) == 0 for d in (torch.half, torch.double)
-    )
-    assert torch.equal(single, double)
-
-
-def test_one_drops_everything_and_zero_nothing() -> None:
-    value = torch.full((400, 4), 2.0)
-    assert torch.equal(value * DRAWS.mask(value, 1.0, (0,), ROWS), torch.zeros(400, 4))
-    assert torch.equal(value * DRAWS.mask(value, 0.0, (0,), ROWS), value)
-
-
 def test_whole_channels_are_dropped_whatever_part_of_them_a_rank_has() -> None:
     made = DRAWS.mask(torch.ones(400, 50, 3, 3), 0.5, (0,), ROWS, feature_dims=2)
     assert made.shape == (400, 50, 1, 1)
@@ -177,6 +148,7 @@ def test_whole_channels_are_dropped_whatever_part_of_them_a_rank_has() -> None:
     assert torch.equal(half, made[..., 0])
 
 
+@in_one
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_uniform_numbers_are_below_one_and_have_the_right_moments(dtype: torch.dtype) -> None:
     found = DRAWS.uniform(torch.empty(400, 500, dtype=dtype), (0,), ROWS)
@@ -184,11 +156,6 @@ def test_uniform_numbers_are_below_one_and_have_the_right_moments(dtype: torch.d
     coarse = torch.finfo(dtype).eps
     assert abs(float(found.double().mean()) - 0.5) < 5 / math.sqrt(12 * 200_000) + coarse / 2
     assert abs(float(found.double().var()) - 1 / 12) < 1e-3
-
-
-def test_uniform_numbers_of_other_dtypes_agree_in_their_leading_digits() -> None:
-    double, single = (DRAWS.uniform(torch.empty(400, 5, dtype=d), (0,), ROWS) for d in (torch.double, torch.float))
-    assert float((double - single).abs().max()) < 2**-24
 
 
 def test_normal_numbers_have_the_right_moments_and_tails() -> None:

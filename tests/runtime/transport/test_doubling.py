@@ -12,11 +12,13 @@ from splitc.runtime.transport.base import Transport, Work
 from splitc.runtime.transport.doubling import all_reduce, sent_bytes
 from tests.runtime.collectives.test_model_parallel import random
 from tests.support.ranks import on_ranks
+from tests.support.sampling import in_one
 from tests.support.transitions import count_sent
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16]
 
 
+@in_one
 @pytest.mark.parametrize("n", [2, 3, 5, 6, 8])
 def test_every_rank_has_the_same_bits_and_sends_what_is_counted(n: int) -> None:
     def action(transport: Transport) -> list[Tensor]:
@@ -42,6 +44,7 @@ def test_every_rank_has_the_same_bits_and_sends_what_is_counted(n: int) -> None:
         torch.testing.assert_close(sums.double(), exact, rtol=tolerance, atol=500 * tolerance)
 
 
+@in_one
 @pytest.mark.parametrize("n", [2, 3, 5, 6, 8])
 def test_the_number_of_rounds_is_stanzas(n: int) -> None:
     """Every message carries its round: one more than the last of those that its sender has sent or got before."""
@@ -78,18 +81,7 @@ def test_the_number_of_rounds_is_stanzas(n: int) -> None:
     assert max(on_ranks(n, action)) == longest
 
 
-def test_one_rank_and_an_empty_tensor_need_no_messages() -> None:
-    def action(transport: Transport) -> None:
-        sent = count_sent(transport)
-        x = torch.ones(2)
-        all_reduce(transport, x, (transport.rank,)).wait()
-        all_reduce(transport, torch.empty(0), (0, 1)).wait()
-        assert (x.tolist(), sent) == ([1.0, 1.0], [])
-
-    on_ranks(2, action)
-    assert (recursive_doubling_rounds(1), sent_bytes(8, 0, 1)) == (0, 0)
-
-
+@in_one
 @pytest.mark.parametrize("n", [3, 4, 6])
 def test_sums_under_way_together_do_not_mix_in_whatever_order_they_are_waited_for(n: int) -> None:
     def action(transport: Transport) -> list[float]:
@@ -115,16 +107,6 @@ def test_sums_of_groups_that_overlap_do_not_mix() -> None:
         return [tensor.item() for tensor in tensors]
 
     assert on_ranks(4, action) == [[111.0, 11.0], [111.0, 11.0, 1110.0], [111.0, 1110.0], [1110.0]]
-
-
-def test_the_first_message_leaves_at_once() -> None:
-    def action(transport: Transport) -> None:
-        sent = count_sent(transport)
-        work = all_reduce(transport, torch.ones(2), (0, 1, 2, 3, 4))
-        assert len(sent) == (0 if transport.rank == 0 else 1)  # rank 0 first gets what the surplus rank 4 has
-        work.wait()
-
-    on_ranks(5, action)
 
 
 def test_a_rank_outside_and_ranks_out_of_order_are_refused() -> None:

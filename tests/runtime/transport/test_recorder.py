@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.collectives.model_parallel import Group
 from splitc.runtime.transport import recorder as machinery
 from splitc.runtime.transport.base import CompletedWork, Transport, Work
-from splitc.runtime.transport.mailbox import Mailbox
 from splitc.runtime.transport.phases import (
     TRACED,
     WARM_UP,
@@ -30,15 +28,14 @@ from splitc.runtime.transport.phases import (
     phases,
     report,
     transfers,
-    union,
     waits,
     write,
 )
 from splitc.runtime.transport.recorder import Operation, Recorder, Step
-from splitc.runtime.transport.simulated import SimulatedTransport
 from tests.runtime.transport.test_distributed import launch
 from tests.support.every_strategy import images, planned
 from tests.support.ranks import on_ranks, part_of, worker_of
+from tests.support.sampling import in_one
 
 LATE = 0.1  # seconds that somebody comes late
 
@@ -105,25 +102,6 @@ def test_waits_inside_of_backward_are_recorded() -> None:
     assert phases(steps)[0].waiting > 0.5 * LATE
 
 
-def test_the_optimizer_computes() -> None:
-    class Slow(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            time.sleep(LATE)
-            return super().step(closure)
-
-    program = planned(2, "data_parallel")
-    batch = images(program.plan.global_batch)
-
-    def run(transport: Transport) -> Step:
-        recorder = Recorder(transport)
-        worker = worker_of(program, recorder, lambda params: Slow(params, lr=0.1))
-        with recorder.step():
-            worker.step(*part_of(worker, batch, program.plan.local_batches))
-        return recorder.steps[0]
-
-    assert all(each.compute > 0.9 * LATE for each in phases(on_ranks(2, run)))
-
-
 class Slowly(Transport):
     """A rank of two whose messages take their time; `given` knows which works are still held."""
 
@@ -168,30 +146,6 @@ def test_threads_may_issue_and_wait_at_once_and_their_waits_count_once() -> None
     waiting = length(waits(0, step))
     assert 1.9 * LATE < waiting <= step.end - step.begin
     assert sum(b - a for op in step.operations for a, b in op.waits) > 15 * LATE
-
-
-def test_the_recorder_keeps_no_work_that_was_waited_for() -> None:
-    transport = Slowly()
-    recorder = Recorder(transport)
-    with recorder.step():
-        waited, pending = recorder.isend(torch.ones(1), 1), recorder.isend(torch.ones(1), 1)
-        waited.wait()
-        waited.wait()  # once more, which does nothing
-        assert [reference() is None for reference in transport.given] == [True, False]
-        pending.wait()
-    assert recorder.steps[0].sent_bytes == 8
-
-
-def test_a_step_that_breaks_off_is_not_recorded() -> None:
-    recorder = Recorder(Slowly())
-    with pytest.raises(RuntimeError, match="broke"), recorder.step():
-        raise RuntimeError("broke")
-    assert recorder.steps == []
-
-
-def test_the_checks_of_a_transport_hold_for_a_recorder_too() -> None:
-    with pytest.raises(ValueError, match="isend to rank 0 on rank 0 of 2"):
-        Recorder(Slowly()).isend(torch.ones(1), 0)
 
 
 def test_clocks_of_one_host_begin_together_and_those_of_another_when_the_barrier_lets_them_go(
@@ -296,14 +250,6 @@ def test_a_message_is_under_way_from_when_both_are_ready_until_its_receiver_has_
     assert (second.waiting, second.compute, second.communication) == pytest.approx((2.0, 8.0, 4.0))
 
 
-def test_a_message_that_lies_buffered_is_over_for_a_sender_that_is_done_with_it() -> None:
-    sender = Step(0.0, 3.0, (message(1.0, 1, wait=(2.0, 3.0)),))
-    receiver = Step(0.0, 10.0, (message(4.0, 0, True, (4.0, 5.0)),))
-    (leaving,), (arriving,) = transfers([sender, receiver])
-    assert (leaving.start, leaving.end) == (3.0, 3.0)
-    assert (arriving.start, arriving.end) == (4.0, 5.0)
-
-
 def test_a_collective_begins_with_the_last_of_its_ranks_and_ends_for_each_when_it_sees_it() -> None:
     def step(issued: float, completed: float) -> Step:
         return Step(0.0, 10.0, (Operation("all_reduce", issued, completed, 8, (0, 1), waits=((7.0, 7.5),)),))
@@ -314,6 +260,7 @@ def test_a_collective_begins_with_the_last_of_its_ranks_and_ends_for_each_when_i
     assert hidden.name == "all_reduce of ranks 0 1"
 
 
+@in_one
 @pytest.mark.parametrize("seed", range(0, 20, 4))
 def test_computing_and_waiting_tile_a_step_whatever_it_issued(seed: int) -> None:
     draw = random.Random(seed)
@@ -329,16 +276,6 @@ def test_computing_and_waiting_tile_a_step_whatever_it_issued(seed: int) -> None
     assert length([*waiting, *compute]) == pytest.approx(10.0)
     (each,) = phases([step])
     assert (each.compute, each.waiting) == pytest.approx((length(compute), length(waiting)))
-
-
-def test_the_length_of_a_union_is_that_of_the_points_in_it() -> None:
-    draw = random.Random(0)
-    for _ in range(20):
-        starts = [(draw.randrange(50), draw.randrange(1, 10)) for _ in range(draw.randrange(12))]
-        points = {point for start, size in starts for point in range(start, start + size)}
-        found = union((start, start + size) for start, size in starts)
-        assert sum(b - a for a, b in found) == len(points)
-        assert all(b < c for (_, b), (c, _) in pairwise(found))
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -394,8 +331,3 @@ def test_gloo_tells_when_a_collective_is_complete_also_if_nobody_waits_yet() -> 
         assert message.completed - message.issued > 0.9  # of messages it does not
     first, second = (steps[0].begin for _, steps in sorted(ended.items()))
     assert abs(first - second) < 0.9  # one clock
-
-
-def test_a_simulated_transport_tells_nothing_before_the_wait() -> None:
-    transport = SimulatedTransport(Mailbox(1, 1.0), 0)
-    assert transport.when_complete(CompletedWork(), lambda: None) is False

@@ -1,6 +1,5 @@
 """What simulated ranks refuse: errors of one rank, ranks that disagree, deadlocks, and what is left at the end."""
 
-import threading
 import time
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from splitc.runtime.transport.base import Deadlock, Mismatch, PeerLost, Transport
 from splitc.runtime.transport.simulated import run_ranks
 from tests.runtime.transport.test_simulated import Action, each_rank, idle, received
+from tests.support.sampling import in_one
 
 # errors of the program
 
@@ -31,36 +31,12 @@ def test_the_first_error_is_raised_with_its_rank_and_the_others_are_released() -
     assert sorted(released) == [(rank, f"rank {rank} is released: KeyError: 'weights'") for rank in (0, 2)]
 
 
-def test_a_rank_that_computes_is_released_at_its_next_operation() -> None:
-    failed = threading.Event()
-
-    def action(t: Transport) -> None:
-        if t.rank == 1:
-            try:
-                raise RuntimeError("out of luck")
-            finally:
-                failed.set()
-        failed.wait()
-        while True:
-            t.isend(torch.ones(1), 1)
-
-    with pytest.raises(RuntimeError, match="out of luck"):
-        run_ranks(2, action)
-
-
-def test_an_exit_of_one_rank_is_not_swallowed() -> None:
-    def leave(t: Transport) -> None:
-        raise SystemExit(3)
-
-    with pytest.raises(SystemExit):
-        each_rank(leave, lambda t: t.barrier())
-
-
 def test_a_receive_of_another_shape_names_both() -> None:
     with pytest.raises(Mismatch, match=r"irecv \(4,\) float32 from rank 0, .* sent \(5,\) float32"):
         each_rank(lambda t: t.isend(torch.ones(5), 1).wait(), lambda t: received(t, torch.ones(4), 0))
 
 
+@in_one
 @pytest.mark.parametrize(
     ("other", "asked"),
     [
@@ -79,15 +55,6 @@ def test_members_of_a_collective_that_disagree_are_both_named(other: Action, ask
         each_rank(lambda t: t.all_reduce(torch.ones(2), (0, 1)).wait(), lambda t: other(t))
     caught.match(r"rank 0: all_reduce \(2,\) float32 over ranks \(0, 1\)")
     caught.match(rf"rank 1: {asked} over ranks \(0, 1\)")
-
-
-def test_members_that_give_each_other_pieces_of_other_shapes_are_both_named() -> None:
-    def action(t: Transport) -> None:
-        pieces = [torch.ones(2), torch.ones(3 + t.rank)]
-        t.reduce_scatter(torch.empty_like(pieces[t.rank]), pieces, (0, 1)).wait()
-
-    with pytest.raises(Mismatch, match=r"reduce_scatter \(2,\) float32 \+ \(3,\)(.|\n)*\(2,\) float32 \+ \(4,\)"):
-        run_ranks(2, action)
 
 
 # deadlocks
@@ -166,7 +133,3 @@ def test_a_message_nobody_received_is_named_at_the_end() -> None:
 def test_a_collective_somebody_missed_is_named_at_the_end_even_if_nobody_waited() -> None:
     with pytest.raises(Mismatch, match=r"all_reduce \(2,\) float32 .* not joined by rank 1"):
         each_rank(lambda t: t.all_reduce(torch.ones(2), (0, 1)), idle)
-
-
-def test_a_collective_that_was_complete_need_not_be_waited_for() -> None:
-    run_ranks(2, lambda t: t.all_reduce(torch.ones(2), (0, 1)) and None)
