@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose classes are divided over a group, against one process."""
+"""Cross entropy of divided classes, and tables of divided rows, against one process."""
 
 from __future__ import annotations
 
@@ -123,3 +123,14 @@ def test_a_target_that_is_no_class_is_refused() -> None:
     target[1] = 8
     with pytest.raises(RuntimeError, match="a target is not below 8"):
         on_group(2, lambda group: layers_of(group).cross_entropy(logits.split(4, 1)[group.index], target, features=8))
+
+
+def test_the_rows_that_ranks_find_in_their_parts_of_a_table_sum_to_those_of_the_whole_one() -> None:
+    table, indices = random(2, 5, 3), torch.tensor([[0, 4, 2], [3, 1, 4]])
+
+    def member(group: Group) -> Tensor:
+        own = table.split(feature_widths(5, 2))[group.index]
+        return layers_of(group).embedding(indices, own, rows=5)
+
+    first, second = on_group(2, member)
+    assert torch.equal(first + second, F.embedding(indices, table))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitc.runtime.collectives.gradients import GradientSum
+from splitc.runtime.collectives.gradients import GradientSum, all_reduce_tied
 from splitc.runtime.transport.base import Transport, Work
 from tests.support.ranks import on_ranks
 from tests.support.sampling import in_one
@@ -155,6 +155,18 @@ def test_a_parameter_that_the_loss_does_not_reach_keeps_no_gradient_and_holds_no
         torch.testing.assert_close(got, expected(model, 3))  # which has no aside either
 
 
+def test_a_parameter_that_one_rank_alone_reaches_has_the_gradient_of_that_rank() -> None:
+    buckets = (("aside.weight", "aside.bias"),)
+
+    def run(transport: Transport, stage: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        with GradientSum(stage, buckets).while_backward(transport, everyone(transport, buckets)):
+            alone = stage.get_submodule("aside")(x).sum() if transport.rank == 0 else 0.0
+            (stage(x) + alone).backward()
+        return gradients(stage)
+
+    torch.testing.assert_close(on_replicas(Stage(), run)[0]["aside.bias"], torch.full((2,), 5.0))
+
+
 class Tied(nn.Module):
     """One weight under two names, used twice."""
 
@@ -180,6 +192,19 @@ def test_a_parameter_used_twice_is_summed_once_whole_under_either_name(name: str
 
     for got in on_replicas(model, run):
         torch.testing.assert_close(got, expected(model, 3))
+
+
+def test_the_gradient_of_a_tied_parameter_is_summed_however_it_lies_in_memory() -> None:
+    lies = torch.arange(9.0).reshape(3, 3)
+
+    def run(transport: Transport, stage: nn.Module, x: Tensor) -> None:
+        for own in (lies, lies.t()):
+            weight = stage.get_parameter("first.weight")
+            weight.grad = own.clone(memory_format=torch.preserve_format)
+            all_reduce_tied(transport, stage, {"first.weight": (0, 1)})
+            assert weight.grad is not None and torch.equal(weight.grad, 2 * own)
+
+    on_replicas(Tied(), run, world=2)
 
 
 def test_a_second_backward_is_an_error_and_no_wrong_gradient() -> None:
