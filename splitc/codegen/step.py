@@ -14,7 +14,7 @@ from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.microbatches import microbatched
 from splitc.codegen.stage_names import buckets_text, constant, method_name, receiving, variables
 from splitc.ir import comm_ops
-from splitc.ir.graph import cut_of, info, tensor_spec
+from splitc.ir.graph import cut_of, has_own_code, info, tensor_spec
 from splitc.ir.program import LoweredProgram, Stage
 from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.ir.schedule.loop_nest import loop_nest
@@ -202,7 +202,8 @@ class StepWriter:
             values, gradients = (", ".join(pair[k] or "None" for pair in outputs) for k in (0, 1))
             call = f"torch.autograd.backward(({values}), ({gradients}))"
         inside: list[Line] = [(call, "")]
-        if any(action.verb == "multiply" and action.role == stage.role for action in self.rank_program.actions):
+        multiplies = any(each.verb == "multiply" and each.role == stage.role for each in self.rank_program.actions)
+        if multiplies:
             inside.append((f"{comm}.multiply()", "late-multiplied gradients, W' = E^T X"))
         around: list[Line] = []
         after: list[Line] = []
@@ -210,7 +211,8 @@ class StepWriter:
             once = stage.role in self._microbatched and self._plan.grouping(stage.role).updates == "once"
             when = "in the last microbatch" if once else "during backward"
             note = f"{buckets_text(self.program, stage, stage.buckets)}, {when}"
-            around.append((f"{comm}.all_reduce(stage, {constant('BUCKETS', self.rank_program, stage)})", note))
+            flags = ", flags=True" + ", early=False" * multiplies if has_own_code(stage.graph) else ""
+            around.append((f"{comm}.all_reduce(stage, {constant('BUCKETS', self.rank_program, stage)}{flags})", note))
         for feature in features():
             own, behind = feature.around_backward(self.program, stage, str(comm))
             around, after = around + own, after + behind

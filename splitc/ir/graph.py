@@ -77,6 +77,11 @@ def is_region(node: fx.Node) -> bool:
     return node.op == "call_module" and info(node).draw is not None
 
 
+def has_own_code(graph: fx.Graph) -> bool:
+    """Return whether a graph calls a region, whose branches on data say which parameters the loss reaches."""
+    return any(map(is_region, graph.nodes))
+
+
 def called_module(root: nn.Module, node: fx.Node) -> nn.Module | None:
     """The module that a node calls; None for a node that calls none."""
     return root.get_submodule(str(node.target)) if node.op == "call_module" else None

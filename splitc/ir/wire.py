@@ -16,7 +16,7 @@ from torch import fx
 
 from splitc.ir.comm_ops import Call, CommOp, op_of
 from splitc.ir.features import features
-from splitc.ir.graph import info, is_entry, starts_at_once, tensor_spec
+from splitc.ir.graph import has_own_code, info, is_entry, starts_at_once, tensor_spec
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.schedule.actions import Action
@@ -93,7 +93,7 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
     plan, names = program.plan, stage.bucket(action)
     replicas = (plan.together if names[0] in stage.own_sums else plan.replicas)(stage.role, rank)
     dtype = program.tensors[names[0]].dtype
-    numel = sum(numel_on(program, stage, name, rank) for name in names)
+    numel = sum(numel_on(program, stage, name, rank) for name in names) + len(names) * has_own_code(stage.graph)
     nbytes = numel * dtype.itemsize
     payload = Payload(What.BUCKET, role=stage.role, bucket=action.bucket)
     if plan.all_reduce == "backend":

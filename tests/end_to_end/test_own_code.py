@@ -19,7 +19,7 @@ from splitc.ir.program import Program
 from splitc.runtime.worker import Worker
 from tests.support import untraceable
 from tests.support.compiled import CLUSTER, analyse, compiled
-from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
+from tests.support.ranks import assert_same, on_workers, one_process, part_of, sgd, train
 from tests.support.sampling import along, sampled
 from tests.support.untraceable import CLASSES, FEATURES, Perceptron
 
@@ -229,3 +229,49 @@ def test_the_report_says_how_draws_of_several_rows_for_an_example_are_taken() ->
     said = "take the rows of an example to lie together"
     assert said in " ".join(program_of(Perceptron(Merged())).report().split())
     assert said not in " ".join(program_of(Perceptron(untraceable.Noisy())).report().split())
+
+
+class Chosen(nn.Module):
+    """A layer for the examples that begin with a number above 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.inner(row) if float(row.detach()[0]) > 0 else row * 0.5 for row in x])
+
+
+@sampled(
+    "strategy", ["data_parallel", "late_multiply", "hybrid_single", "modulo_shard(mp=2)", "parameter_server"], one_in=2
+)
+def test_a_layer_that_examples_of_some_ranks_or_of_none_reach_trains_as_in_one_process(strategy: str) -> None:
+    first = nn.Linear(FEATURES, FEATURES)
+    nn.init.eye_(first.weight)
+    model = nn.Sequential(first, Chosen(), nn.Linear(FEATURES, CLASSES)).double()
+    x, y = torch.randn(4, FEATURES, dtype=torch.float64), torch.arange(4) % CLASSES
+    program = compiled(copy.deepcopy(model), x, y, F.cross_entropy, 2, strategy)
+    sizes = program.plan.local_batches
+    one, total = sizes[0], sum(sizes)
+    chosen = [[1] * total, [1] * one + [0] * (total - one), [0] * total, [0] * (total - 1) + [1], [0] * total]
+    batches = []
+    for each in map(torch.tensor, chosen):
+        x = torch.randn(total, FEATURES, dtype=torch.float64)
+        x[:, 0] = x[:, 0].abs() * (2 * each - 1)
+        batches.append((x, torch.arange(total) % CLASSES))
+
+    def run(worker: Worker) -> Any:
+        losses = [float(worker.step(*part_of(worker, batch, sizes))) for batch in batches]
+        return losses, worker.state_dict()
+
+    ranks = on_workers(program, run)
+    losses, optimizer = [], sgd(model.parameters())
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    for own, _ in ranks:
+        assert own == pytest.approx(losses, rel=1e-12)
+    torch.testing.assert_close(ranks[0][1], dict(model.state_dict()), rtol=1e-12, atol=1e-12)

@@ -271,7 +271,7 @@ def _require_gradients_apart(program: Program, twin: Twin, tensors: Mapping[str,
         del runner
         runs.append(gradients(program.name, twin.root, loss))
     whole, first, rest = runs
-    both = {name: first[name].plus(rest[name]) for name in first.keys() & rest.keys()}
+    both = first | rest | {name: first[name].plus(rest[name]) for name in first.keys() & rest.keys()}
     if wrong := list(differing(whole, both, twin.tolerance)):
         raise CaptureError(
             f"{info(program.loss).source}: the loss couples examples: the gradients of {', '.join(wrong[:4])} over "

@@ -20,10 +20,12 @@ class GradientSum:
 
     A parameter that the loss does not reach counts as zero on the wire and keeps `.grad` None, so that an
     optimizer skips it as in one process; its replicas run the same program and do not reach it either.
+    flags: but for own code, whose branches on data may reach it on some of them.  Then a bucket has a number more
+    for each of its parameters, of how many ranks reached it.
     """
 
-    def __init__(self, stage: nn.Module, buckets: Buckets, algorithm: str = "backend") -> None:
-        self._algorithm = algorithm
+    def __init__(self, stage: nn.Module, buckets: Buckets, algorithm: str = "backend", flags: bool = False) -> None:
+        self._algorithm, self._flags = algorithm, flags
         parameters = dict(stage.named_parameters(remove_duplicate=False))
         self._buckets = [[parameters[name] for name in bucket] for bucket in buckets]
         self.parameters = {parameter for bucket in self._buckets for parameter in bucket}
@@ -32,14 +34,14 @@ class GradientSum:
 
     @contextmanager
     def while_backward(
-        self, transport: Transport, ranks: Sequence[tuple[int, ...]], later: bool = False
+        self, transport: Transport, ranks: Sequence[tuple[int, ...]], later: bool = False, early: bool = True
     ) -> Iterator[None]:
         """Start all-reduces as the backward inside fills buckets; on leaving, or `later`, `finish` waits for them.
 
-        ranks: of each bucket, those over which it is summed.
+        ranks: of each bucket, those over which it is summed.  early: False: all start when backward has ended.
         """
         self._started, self._call = [], (transport, ranks)
-        with self._in_order.while_backward():
+        with self._in_order.while_backward(early):
             yield
         if not later:
             self.finish()
@@ -48,14 +50,18 @@ class GradientSum:
         """Let every gradient be the sum, a view of its bucket's: no second copy is kept."""
         for (total, work), bucket in zip(self._started, self._buckets, strict=True):
             work.wait()
-            for parameter, part in zip(bucket, total.split([p.numel() for p in bucket]), strict=True):
-                if parameter.grad is not None:
-                    parameter.grad = part.view_as(parameter)
+            sizes = [p.numel() for p in bucket]
+            *parts, flags = total.split([*sizes, total.numel() - sum(sizes)])
+            reached = self._call[0].decided(flags) if self._flags else [p.grad is not None for p in bucket]
+            for parameter, part, somewhere in zip(bucket, parts, reached, strict=True):
+                parameter.grad = part.view_as(parameter) if somewhere else None
         self._started = []
 
     def _start(self, k: int) -> None:
         (transport, ranks), bucket = self._call, self._buckets[k]
         parts = [(torch.zeros_like(p) if p.grad is None else p.grad.detach()).reshape(-1) for p in bucket]
+        if self._flags:
+            parts.append(parts[0].new_tensor([p.grad is not None for p in bucket]))
         flat = torch.cat(parts) if len(parts) > 1 else parts[0]  # one alone is summed where it is
         sum_up = doubling.all_reduce if self._algorithm == "recursive_doubling" else Transport.all_reduce
         self._started.append((flat, sum_up(transport, flat, ranks[k])))

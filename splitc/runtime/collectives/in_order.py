@@ -23,9 +23,9 @@ class InOrder:
                 parameter.register_post_accumulate_grad_hook(lambda parameter, k=k: self._arrived(parameter, k))
 
     @contextmanager
-    def while_backward(self) -> Iterator[None]:
-        """Start buckets as the backward inside fills them, and on leaving those that it did not reach."""
-        self._awaited, self._next, self._in_backward = [set(bucket) for bucket in self._buckets], 0, True
+    def while_backward(self, early: bool = True) -> Iterator[None]:
+        """Start buckets as the backward inside fills them, if `early`, and on leaving those that it did not reach."""
+        self._awaited, self._next, self._in_backward = [set(bucket) for bucket in self._buckets], 0, early
         try:
             yield
         finally:

@@ -20,19 +20,21 @@ class GradientComm(Part):
     sums: dict[nn.Module, GradientSum] = field(default_factory=dict)
 
     @contextmanager
-    def all_reduce(self, stage: nn.Module, buckets: Buckets) -> Iterator[None]:
+    def all_reduce(self, stage: nn.Module, buckets: Buckets, flags: bool = False, early: bool = True) -> Iterator[None]:
         """Sum the gradients of `stage` over the replicas; each bucket starts once the backward inside has filled it.
 
         Over microbatches and accumulated batches gradients add up, and are summed over the replicas in the last one.
+        flags: of parameters that some replicas may not reach, since own code branches on data.  early: False where
+        the backward has other collectives, which would then come in another order on some ranks.
         """
         role, spec = self.role, self.role.spec
         if not self.examples.sums_gradients:
             yield
             return
         if stage not in self.sums:
-            self.sums[stage] = GradientSum(stage, buckets, spec.all_reduce)
+            self.sums[stage] = GradientSum(stage, buckets, spec.all_reduce, flags)
         ranks = [role.among(bucket[0] in spec.own_sums).ranks for bucket in buckets]
-        with self.sums[stage].while_backward(role.transport, ranks, self.examples.go_on):
+        with self.sums[stage].while_backward(role.transport, ranks, self.examples.go_on, early):
             yield
             role.meanwhile.finish()
         if self.examples.go_on:  # ranks may wait for what this one sends next before they join

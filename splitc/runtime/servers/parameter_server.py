@@ -102,8 +102,11 @@ class Server:
         def summed() -> Tensor:
             """In rank order, as views of one tensor."""
             total = reduce(Tensor.add_, parts)
-            for row, gradient in _unpacked(total, rows):
-                row.grad = gradient
+            gradients = [gradient for _, gradient in _unpacked(total, rows)]
+            marks = torch.cat([_mark(gradient).reshape(-1) for gradient in gradients])
+            reached = self._messages.transport.decided((marks != 0) | ~torch.signbit(marks))
+            for row, gradient, somewhere in zip(rows, gradients, reached, strict=True):
+                row.grad = gradient if somewhere else None
             return total
 
         return Arriving(AllOf(works), summed)
@@ -138,7 +141,9 @@ class ServedBuckets:
 
     workers: all workers, in rank order.  server: this rank's side as a server, if it is one too.
 
-    After a push `.grad` is None: the gradient is the server's.  A gradient that backward did not reach counts as zero.
+    After a push `.grad` is None: the gradient is the server's.  A gradient that backward did not reach counts as -0.0,
+    and the first number of one that it reached is no -0.0: a sum is -0.0 where all summands are, so that the server
+    leaves out, as an optimizer in one process, what no worker reached.
     """
 
     def __init__(
@@ -200,8 +205,8 @@ class ServedBuckets:
         self._sums = []
 
     def _push(self, bucket: int) -> None:
-        for message in self._buckets[bucket]:
-            packed = _packed([_rows(self._gradient(piece.name), piece) for piece in message])
+        packs = [_packed([self._gradient(piece) for piece in message]) for message in self._buckets[bucket]]
+        for message, packed in zip(self._buckets[bucket], packs, strict=True):
             if message[0].server == self._rank:
                 local = packed.clone() if len(message) == 1 else packed
                 self._sums.append(self._server.receive(message, self._workers, local))
@@ -210,9 +215,20 @@ class ServedBuckets:
         for parameter in self._bucket_parameters[bucket]:
             parameter.grad = None
 
-    def _gradient(self, name: str) -> Tensor:
-        parameter = self._parameters[name]
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+    def _gradient(self, piece: Piece) -> Tensor:
+        parameter = self._parameters[piece.name]
+        if parameter.grad is None:
+            return _rows(torch.full_like(parameter, -0.0), piece)
+        rows = _rows(parameter.grad, piece)
+        _mark(rows).add_(0.0)
+        return rows
+
+
+def _mark(gradient: Tensor) -> Tensor:
+    """The number that says whether backward reached a gradient: its first."""
+    if not gradient.numel():
+        return torch.ones(1)
+    return (torch.view_as_real(gradient) if gradient.is_complex() else gradient).as_strided((1,), (1,))
 
 
 def _rows(tensor: Tensor, piece: Piece) -> Tensor:

@@ -230,6 +230,10 @@ class Transport(ABC):
         """
         return None
 
+    def decided(self, numbers: Tensor) -> list[bool]:
+        """Which of the numbers are not 0, for what a rank does next."""
+        return list(map(bool, numbers.tolist()))
+
     def close(self) -> None:
         """Close the connections that this transport made, if any, after all work is complete."""
         return
