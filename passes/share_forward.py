@@ -66,10 +66,13 @@ def _shared(stage: Stage, outputs: Stage) -> tuple[Stage, Stage] | None:
     own = replace(stage, forward=tuple(node.name for node in returned), after=tuple(node.name for node in after))
     names = tuple(alike[node].name if node in alike else "" for node in returned)
     other = replace(outputs, mode=stage.mode, forward=names, after=tuple(node.name for node in more))
-    given, again = arriving(own, Part.FORWARD), arriving(own, Part.LOSS) if after else []
-    if not returned or (more and "" in names) or any(n.target is comm_ops.recv and n in given for n in again):
+    given, taken = arriving(own, Part.FORWARD), arriving(other, Part.FORWARD)
+    again = [*(arriving(own, Part.LOSS) if after else ()), *(arriving(other, Part.OUTPUT) if more else ())]
+    if not returned or (more and "" in names):
+        return None
+    if any(node.target is comm_ops.recv and (node in given or node in taken) for node in again):
         return None  # what was received is there once, in microbatches
-    return (own, other) if [alike.get(node) for node in given] == arriving(other, Part.FORWARD) else None
+    return (own, other) if [alike.get(node) for node in given] == taken else None
 
 
 def _divided(stage: Stage, alike: Mapping[fx.Node, fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
