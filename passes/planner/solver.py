@@ -1,16 +1,14 @@
-"""Solve an integer program: the one file that knows PuLP, its CBC, and what they leave unsaid.
+"""Solve an integer program: the one file that knows PuLP, its solvers, and what they leave unsaid.
 
-PuLP calls CBC's answer at a time limit "Optimal", and an infeasible program "No Solution Found"; CBC
-may return a point that breaks a constraint after a time limit.  `Model.solve` tells which of four
-things happened, checks the point against every constraint, and reads the bound from CBC's log.
+The solver is HiGHS, in this process; where highspy is missing, the CBC that PuLP brings, which is slower and
+gives no bound.  PuLP calls the answer of either at a time limit "Optimal", and what CBC finds infeasible "No
+Solution Found"; CBC may return a point that breaks a constraint after a time limit.  `Model.solve` tells
+which of four things happened, and checks the point against every constraint.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import re
-import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +22,6 @@ Expression = Any
 """A linear expression of PuLP: variables, added and multiplied by numbers."""
 
 _TOLERANCE = 1e-6  # of a constraint's largest term: CBC writes its numbers with few digits
-_PRINTED = 1e-3  # CBC prints its bound to three digits
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,7 @@ class Model:
         return self._variables[name]
 
     def minimise(self, expression: Expression) -> None:
-        """Set the objective: variables times numbers of at least 0, no constant.
-
-        CBC's bound leaves constants out, and is 0 when it was stopped before it had one.
-        """
+        """Set the objective: variables times numbers of at least 0, no constant, which PuLP's HiGHS leaves out."""
         expression = pulp.LpAffineExpression(expression)
         assert expression.constant == 0 and all(n >= 0 for n in expression.values())
         self._problem.setObjective(expression)
@@ -85,17 +79,16 @@ class Model:
 
     def solve(self, seconds: float) -> Solution:
         """The least objective, or the best that `seconds` allow."""
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        limit = max(seconds, 0.01)
+        highs = pulp.HiGHS(msg=False, threads=1, gapRel=0, timeLimit=limit)
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of PuLP 4, which is not used
-            log = os.path.join(folder, "cbc.log")
-            cbc = pulp.PULP_CBC_CMD(msg=False, timeLimit=max(seconds, 0.01), logPath=log)
             try:
-                self._problem.solve(cbc)
+                self._problem.solve(highs if highs.available() else pulp.PULP_CBC_CMD(msg=False, timeLimit=limit))
             except pulp.PulpSolverError as error:
-                raise InternalError(f"the solver CBC that PuLP brings failed: {error}") from error
-            with open(log, encoding="utf-8", errors="replace") as file:
-                bound = _bound(file.read())
-        return self._solution(bound)
+                raise InternalError(f"the solver that PuLP uses failed: {error}") from error
+        # A program of a time limit has the bound of its relaxation, 0 where the limit came first.
+        return self._solution(self._problem.solverModel.getInfo().mip_dual_bound if highs.available() else -math.inf)
 
     def _solution(self, bound: float) -> Solution:
         status, found = self._problem.status, self._problem.sol_status
@@ -124,12 +117,3 @@ def _holds(constraint: Any) -> bool:
     terms = (abs(number * (x.value() or 0.0)) for x, number in constraint.items())
     largest = max(terms, default=0.0)
     return bool(constraint.valid(_TOLERANCE * max(1.0, largest, abs(constraint.constant))))
-
-
-def _bound(log: str) -> float:
-    """The lower bound that CBC prints when a limit stopped it."""
-    found = re.findall(r"^Lower bound:\s+(\S+)", log, re.MULTILINE)
-    try:
-        return float(found[-1]) - _PRINTED if found else -math.inf
-    except ValueError:
-        return -math.inf

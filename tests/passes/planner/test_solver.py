@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import random
 
+import pulp
 import pytest
 
 from splitc.passes.planner import solver
 from splitc.passes.planner.solver import Model, total
+
+
+@pytest.fixture(autouse=True, params=["HiGHS", "CBC"])
+def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The solver, of which the second is used where the first is missing."""
+    monkeypatch.setattr(pulp.HiGHS, "available", lambda self: request.param == "HiGHS")
+    return str(request.param)
 
 
 def knapsack(weights: list[int], limit: int) -> Model:
@@ -60,6 +68,18 @@ def test_a_problem_that_the_time_limit_stopped_is_never_called_optimal() -> None
     assert solution.bound < solution.objective
 
 
+def test_a_gap_that_is_small_is_no_proof() -> None:
+    weights = [100_003 + 7 * i for i in range(30)]
+    solution = knapsack(weights, sum(sorted(weights)[:15]) + 1).solve(10)
+    assert solution.status == "optimal"
+    assert solution.objective == sum(sorted(weights)[:14]) + sorted(weights)[15]
+
+
+def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    knapsack([5, 6, 7], 11).solve(10)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_point_that_breaks_a_constraint_is_not_a_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solver, "_holds", lambda constraint: False)
     solution = knapsack([5, 6, 7], 11).solve(10)
@@ -76,14 +96,14 @@ def test_broken_constraints_are_named() -> None:
     assert model.broken() == ["eq1"]
 
 
-@pytest.mark.parametrize("names", [("a-b", "a_b"), ("a b", "a+b"), ("x.1", "x/1")])
-def test_names_that_look_alike_to_the_solver_stay_two_variables(names: tuple[str, str]) -> None:
-    model = Model("alike")
-    first, second = (model.binary(name) for name in names)
-    model.require(first >= 1, "eq1")
-    model.require(second <= 0, "eq2")
-    model.minimise(1 * first + 1 * second)
-    assert model.solve(10).values == {names[0]: 1, names[1]: 0}
+def test_names_that_look_alike_to_the_solver_stay_two_variables() -> None:
+    for names in (("a-b", "a_b"), ("a b", "a+b"), ("x.1", "x/1")):
+        model = Model("alike")
+        first, second = (model.binary(name) for name in names)
+        model.require(first >= 1, "eq1")
+        model.require(second <= 0, "eq2")
+        model.minimise(1 * first + 1 * second)
+        assert model.solve(10).values == {names[0]: 1, names[1]: 0}
 
 
 def test_an_objective_that_would_spoil_the_bound_is_refused() -> None:
