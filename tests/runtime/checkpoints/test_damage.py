@@ -15,7 +15,7 @@ import pytest
 
 from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
-from splitc.runtime.checkpoints.manifest import MANIFEST
+from splitc.runtime.checkpoints.manifest import MANIFEST, Manifest
 from splitc.runtime.worker import Worker
 from tests.runtime.checkpoints.test_resume import assert_equal, batches_of, steps
 from tests.support.every_strategy import planned
@@ -133,3 +133,11 @@ def test_a_run_goes_on_beside_a_damaged_checkpoint_and_replaces_it(tmp_path: Pat
         return worker.resume(tmp_path)
 
     assert on_workers(program("data_parallel"), run, optimizer=adam) == [2, 2, 2]
+
+
+def test_a_manifest_that_says_another_thing_than_it_was_written_with_is_damaged(tmp_path: Path) -> None:
+    Manifest("run", "start", {"file": 1}).write(tmp_path)
+    assert Manifest.of(tmp_path) == Manifest("run", "start", {"file": 1})
+    text = (tmp_path / MANIFEST).read_text()
+    (tmp_path / MANIFEST).write_text(text.replace('"run"}', '"ran"}').replace('"file": 1', '"file": 2'))
+    assert Manifest.of(tmp_path) is None
