@@ -62,7 +62,7 @@ def _shared(stage: Stage, outputs: Stage) -> tuple[Stage, Stage] | None:
         return None
     needed = [*values_sent(outputs), *(value for node in more for value in node.all_input_nodes)]
     read = [*(others.get(node) for node in needed), *(value for node in after for value in node.all_input_nodes)]
-    returned = [*sent, *dict.fromkeys(node for node in read if node in forward and node not in sent)]
+    returned = list(dict.fromkeys([*sent, *(node for node in read if node in forward)]))
     own = replace(stage, forward=tuple(node.name for node in returned), after=tuple(node.name for node in after))
     names = tuple(alike[node].name if node in alike else "" for node in returned)
     other = replace(outputs, mode=stage.mode, forward=names, after=tuple(node.name for node in more))

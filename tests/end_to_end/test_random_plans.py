@@ -24,7 +24,7 @@ def test_a_random_plan_is_the_training_of_one_process(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [5103, 5153, 5215, 5234, 5372, 20102, 30018])
+@pytest.mark.parametrize("seed", [5103, 5153, 5215, 5234, 5372, 20102, 30018, 800061])
 def test_a_random_plan_that_found_a_bug_is_right(seed: int) -> None:
     assert_right(outcome(seed))
 
