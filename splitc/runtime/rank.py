@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .collectives.deferred_gradients import DeferredGradients
 from .collectives.gradients import all_reduce_tied
-from .collectives.meanwhile import Meanwhile
 from .comm.role import Role
 from .errors import LaunchError
 from .pieces import Pieces, pieces_of
@@ -24,7 +24,7 @@ class Rank:
     """A rank that takes part in training.
 
     spec: what its generated file says of it.  comms: a communicator for each of its roles, in their order.
-    meanwhile: what is computed while transfers travel, at the latest at the end of a step.
+    deferred: what is computed while transfers travel, at the latest at the end of a step.
     sent_bytes: payload that it has sent in steps so far.
 
     Constructing it is collective: the ranks create their communicators, and learn each other's examples.
@@ -42,12 +42,12 @@ class Rank:
         groups = [r for role in roles for r in (role.replicas, role.group, role.unit, role.averaged, role.ranks)]
         transport.connect([self.everyone, *groups])
         self._examples = self._gather_examples()
-        self._messages, self.meanwhile = Messages(transport), Meanwhile()
+        self._messages, self.deferred = Messages(transport), DeferredGradients()
 
         def comm(role: RoleSpec) -> RoleComm:
             own = {rank: examples for (rank, name), examples in self._examples.items() if name == role.role}
             own = own or {self.index: role.examples}
-            return RoleComm(Role(spec, role, self._messages, own, update, self.meanwhile))
+            return RoleComm(Role(spec, role, self._messages, own, update, self.deferred))
 
         self.comms = tuple(map(comm, spec.roles))
         self._evaluating = tuple(map(comm, spec.evaluated)) or self.comms
@@ -139,7 +139,7 @@ class Rank:
 
         added: parameters in no bucket, whose gradients are summed over the ranks that hold them.
         """
-        self.meanwhile.finish()
+        self.deferred.finish()
         self._messages.finish()
         summed = {parameter for comm in self.comms for parameter in comm.summed(stage)} if added else set()
         own = {name: ranks for name, ranks in added.items() if stage.get_parameter(name) not in summed}

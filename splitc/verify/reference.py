@@ -19,7 +19,7 @@ from splitc.capture.example.example import Example
 from splitc.capture.regions.regions import own_draws
 from splitc.capture.trace.proxy import map_tree
 from splitc.capture.trace.random_calls import draw_layouts
-from splitc.capture.validate.twins import CASTS, WIDE
+from splitc.capture.validate.reference_copy import CASTS, WIDE
 from splitc.codegen.rank_spec import rank_spec
 from splitc.ir.autocast import under_autocast
 from splitc.ir.program import LoweredProgram, Program

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 import splitc.capture.capture
 from splitc.capture.example.example import Example
-from splitc.capture.validate.twins import NoDropout, real_root
+from splitc.capture.validate.reference_copy import NoDropout, real_root
 from splitc.capture.validate.validate import validate_capture
 from splitc.errors import CaptureError
 from splitc.ir.comm_ops import store_buffer

@@ -21,7 +21,7 @@ from splitc.capture.in_batch import readers_of_kept
 from splitc.capture.loss_terms import LossTerms, is_aggregate, is_weighted_mean
 from splitc.capture.regions.region_flow import Couples, ran
 from splitc.capture.source_lines import first_line
-from splitc.capture.validate.twins import Twin
+from splitc.capture.validate.reference_copy import ReferenceCopy
 from splitc.errors import CaptureError
 from splitc.ir.graph import has_examples, info, is_region
 from splitc.ir.interpreter import NodeHook, NodeRunner
@@ -60,15 +60,15 @@ class Apart:
     def __post_init__(self) -> None:
         self.couplings.update(readers_of_kept(self.program) | self.terms.couplings)
 
-    def run(self, twin: Twin, tensors: Mapping[str, Tensor], noise: bool = False) -> None:
+    def run(self, reference: ReferenceCopy, tensors: Mapping[str, Tensor], noise: bool = False) -> None:
         """noise: is added to what is summed over examples, where a term is 0 without it."""
-        runners = [NodeRunner(twin.root, self.program.graph) for _ in PARTS]
+        runners = [NodeRunner(reference.root, self.program.graph) for _ in PARTS]
         for runner, rows in zip(runners, PARTS, strict=True):
-            values = twin.values(examples_of(self.program, tensors, rows[0], rows[-1] + 1))
+            values = reference.values(examples_of(self.program, tensors, rows[0], rows[-1] + 1))
             placeholders = [n for n in self.program.graph.nodes if n.op == "placeholder"]
             runner.args_iter = iter([values[str(n.target)] for n in placeholders])
         tainted = set(self.couplings)
-        with twin.running(apart=True), torch.no_grad():
+        with reference.running(apart=True), torch.no_grad():
             for node in self.program.graph.nodes:
                 if node.op == "output":
                     return

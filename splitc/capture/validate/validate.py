@@ -27,7 +27,7 @@ from splitc.capture.validate.gradients import Gradients, differing, gradients
 from splitc.capture.validate.other_branches import with_other_branches
 from splitc.capture.validate.parts import unlike
 from splitc.capture.validate.python_state import changed, is_tensor_state, python_state
-from splitc.capture.validate.twins import Precision, Twin
+from splitc.capture.validate.reference_copy import Precision, ReferenceCopy
 from splitc.errors import CaptureError
 from splitc.ir.comm_ops import returned, store_buffer
 from splitc.ir.graph import info
@@ -98,24 +98,24 @@ def _apart(
 ) -> tuple[Apart, Program | Refusal, bool]:
     """Run the graph and that of outputs on parts of the batch, in float64 if they run there; also whether they did."""
     for precision in (Precision.WIDE, Precision.OWN) if may_widen else (Precision.OWN,):
-        twin = Twin(program, model, example, precision)
-        apart = Apart(program, LossTerms(program.graph, program.part is not None), twin.tolerance)
+        reference = ReferenceCopy(program, model, example, precision)
+        apart = Apart(program, LossTerms(program.graph, program.part is not None), reference.tolerance)
         try:
-            apart.run(twin, tensors)
+            apart.run(reference, tensors)
             if not apart.couplings and apart.unseen:
-                apart = Apart(program, apart.terms, twin.tolerance)
-                apart.run(twin, tensors, noise=True)
-            outputs = _outputs_apart(apart, twin, tensors)
+                apart = Apart(program, apart.terms, reference.tolerance)
+                apart.run(reference, tensors, noise=True)
+            outputs = _outputs_apart(apart, reference, tensors)
             break
         except CaptureError:
             if precision is Precision.OWN:
                 raise
     if not apart.couplings and apart.loss_terms() and not is_known(program):
-        _require_gradients_apart(program, twin, tensors, apart)
-    return apart, outputs, twin.wide
+        _require_gradients_apart(program, reference, tensors, apart)
+    return apart, outputs, reference.wide
 
 
-def _outputs_apart(found: Apart, twin: Twin, tensors: dict[str, Tensor]) -> Program | Refusal:
+def _outputs_apart(found: Apart, reference: ReferenceCopy, tensors: dict[str, Tensor]) -> Program | Refusal:
     """The program of outputs with what its run on parts has shown, where it computes what the loss does not read.
 
     found: what that of the loss has shown.  coupled: values of which a rank's examples cannot be told.
@@ -129,11 +129,11 @@ def _outputs_apart(found: Apart, twin: Twin, tensors: dict[str, Tensor]) -> Prog
         return outputs
     terms = LossTerms(outputs.graph)
     terms.uses.clear()
-    apart = Apart(outputs, terms, twin.tolerance)
+    apart = Apart(outputs, terms, reference.tolerance)
     try:
-        apart.run(twin, {each.name: tensors[each.name] for each in outputs.inputs})
+        apart.run(reference, {each.name: tensors[each.name] for each in outputs.inputs})
     except CaptureError as error:
-        if twin.wide:
+        if reference.wide:
             raise
         return Refusal(str(error))
     (marked,) = outputs.graph.output_node().all_input_nodes
@@ -161,7 +161,7 @@ def _compare(
     first = ""
     for precision in Precision if may_widen else (Precision.EXACT, Precision.OWN):
         try:
-            _compare_runs(program, Twin(program, model, example, precision), batches)
+            _compare_runs(program, ReferenceCopy(program, model, example, precision), batches)
         except CaptureError as error:
             if precision is Precision.OWN:
                 raise
@@ -174,42 +174,42 @@ def _compare(
     raise AssertionError("the last precision returns or raises")
 
 
-def _compare_runs(program: Program, twin: Twin, batches: list[dict[str, Tensor]]) -> None:
+def _compare_runs(program: Program, reference: ReferenceCopy, batches: list[dict[str, Tensor]]) -> None:
     """Run the model and its graph on one batch, and again on another one.  Raises CaptureError where they differ."""
     keeps = {name for _, own in regions(program) for name in own.keeps}
-    before = python_state(twin.model, twin.example.loss)
-    expected, own_gradients = _model_run(program, twin, batches[0])
-    state = python_state(twin.model, twin.example.loss)
-    got, captured = _graph_run(program, twin, batches[0])
-    _require_equal(program, expected, got, twin.tolerance, changed(before, state))
-    for name in differing(own_gradients, captured, twin.tolerance):
+    before = python_state(reference.model, reference.example.loss)
+    expected, own_gradients = _model_run(program, reference, batches[0])
+    state = python_state(reference.model, reference.example.loss)
+    got, captured = _graph_run(program, reference, batches[0])
+    _require_equal(program, expected, got, reference.tolerance, changed(before, state))
+    for name in differing(own_gradients, captured, reference.tolerance):
         raise CaptureError(
             f"the gradient of {name} differs between the model and its captured graph: something between {name} "
             f"and the loss has a backward of its own; write it with torch operations"
         )
     for batch in (batches[1], batches[1]):
-        expected, _ = _model_run(program, twin, batch, backward=False)
-        before, state = state, python_state(twin.model, twin.example.loss)
+        expected, _ = _model_run(program, reference, batch, backward=False)
+        before, state = state, python_state(reference.model, reference.example.loss)
         names = [n for n in changed(before, state) if not any(is_inside(n.partition("[")[0], k) for k in keeps)]
-        _refuse_counting(twin, [n for n in names if not is_tensor_state(state.get(n, before.get(n)))])
-        got, _ = _graph_run(program, twin, batch, backward=False)
-        _require_equal(program, expected, got, twin.tolerance, names)
+        _refuse_counting(reference, [n for n in names if not is_tensor_state(state.get(n, before.get(n)))])
+        got, _ = _graph_run(program, reference, batch, backward=False)
+        _require_equal(program, expected, got, reference.tolerance, names)
         if not names:
             break
     else:
-        _refuse_counting(twin, names)  # the same batch twice: they depend on what came before
-    _require_same_buffers(twin)
+        _refuse_counting(reference, names)  # the same batch twice: they depend on what came before
+    _require_same_buffers(reference)
 
 
 def _model_run(
-    program: Program, twin: Twin, tensors: Mapping[str, Tensor], backward: bool = True
+    program: Program, reference: ReferenceCopy, tensors: Mapping[str, Tensor], backward: bool = True
 ) -> tuple[Tensor, Gradients]:
     try:
-        loss = twin.loss(twin.values(tensors))
+        loss = reference.loss(reference.values(tensors))
     except CaptureError:
         raise
     except Exception as error:
-        where = line_of(error) or type(twin.model).__name__
+        where = line_of(error) or type(reference.model).__name__
         raise _Fails(
             f"{where}: the model fails on {EXAMPLES} examples of its batch: {type(error).__name__}: {error}"
         ) from error
@@ -217,14 +217,14 @@ def _model_run(
         raise NotFinite(
             f"{info(program.loss).source}: the loss is not finite on the example; give an example on which it is"
         )
-    return loss.detach(), gradients(program.name, twin.root, loss) if backward else {}
+    return loss.detach(), gradients(program.name, reference.root, loss) if backward else {}
 
 
 class _Run(NodeRunner):
     """Notes which buffers get which values."""
 
-    def __init__(self, twin: Twin, program: Program) -> None:
-        super().__init__(twin.root, program.graph)
+    def __init__(self, reference: ReferenceCopy, program: Program) -> None:
+        super().__init__(reference.root, program.graph)
         self.stored: list[tuple[Any, ...]] = []
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -234,15 +234,15 @@ class _Run(NodeRunner):
 
 
 def _graph_run(
-    program: Program, twin: Twin, tensors: Mapping[str, Tensor], backward: bool = True
+    program: Program, reference: ReferenceCopy, tensors: Mapping[str, Tensor], backward: bool = True
 ) -> tuple[Tensor, Gradients]:
-    runner = _Run(twin, program)
+    runner = _Run(reference, program)
     try:
-        with twin.running():
-            loss: Tensor = runner.run_named(twin.values(tensors))
+        with reference.running():
+            loss: Tensor = runner.run_named(reference.values(tensors))
     except Exception as error:
         raise CaptureError(f"the captured graph fails where the model runs: {first_line(error)}") from error
-    found = gradients(program.name, twin.root, loss) if backward else {}
+    found = gradients(program.name, reference.root, loss) if backward else {}
     with torch.no_grad():
         for buffer, value in runner.stored:
             buffer.copy_(value)
@@ -261,39 +261,41 @@ def _require_equal(program: Program, own: Tensor, captured: Tensor, allowed: flo
     )
 
 
-def _require_gradients_apart(program: Program, twin: Twin, tensors: Mapping[str, Tensor], apart: Apart) -> None:
+def _require_gradients_apart(
+    program: Program, reference: ReferenceCopy, tensors: Mapping[str, Tensor], apart: Apart
+) -> None:
     """Raise CaptureError where the gradients of parts of the batch do not add up: in a backward of the user's own."""
     runs = []
     for k in range(3):
-        runner = NodeRunner(twin.root, program.graph, apart.scaled(k))
-        with twin.running(apart=True):
-            loss = runner.run_named(twin.values(examples_of(program, tensors, PARTS[k][0], PARTS[k][-1] + 1)))
+        runner = NodeRunner(reference.root, program.graph, apart.scaled(k))
+        with reference.running(apart=True):
+            loss = runner.run_named(reference.values(examples_of(program, tensors, PARTS[k][0], PARTS[k][-1] + 1)))
         del runner
-        runs.append(gradients(program.name, twin.root, loss))
+        runs.append(gradients(program.name, reference.root, loss))
     whole, first, rest = runs
     both = first | rest | {name: first[name].plus(rest[name]) for name in first.keys() & rest.keys()}
-    if wrong := list(differing(whole, both, twin.tolerance)):
+    if wrong := list(differing(whole, both, reference.tolerance)):
         raise CaptureError(
             f"{info(program.loss).source}: the loss couples examples: the gradients of {', '.join(wrong[:4])} over "
             f"parts of the batch do not add up to those over the whole; look for a backward that mixes examples"
         )
 
 
-def _refuse_counting(twin: Twin, names: list[str]) -> None:
+def _refuse_counting(reference: ReferenceCopy, names: list[str]) -> None:
     if names:
         raise CaptureError(
-            f"every call of {type(twin.model).__name__} changes {', '.join(names[:6])}, and a graph would keep what it "
-            f"was in one call; count outside of forward, or in a buffer that forward only adds to "
+            f"every call of {type(reference.model).__name__} changes {', '.join(names[:6])}, and a graph would keep "
+            f"what it was in one call; count outside of forward, or in a buffer that forward only adds to "
             f"(self.steps.add_(1)); draw from torch, random or numpy.random themselves, which are seeded alike on ranks"
         )
 
 
-def _require_same_buffers(twin: Twin) -> None:
-    captured = dict(named_tensors(twin.root))
-    for name, buffer in named_tensors(twin.model).items():
+def _require_same_buffers(reference: ReferenceCopy) -> None:
+    captured = dict(named_tensors(reference.root))
+    for name, buffer in named_tensors(reference.model).items():
         other = captured.get(name)
         if other is None or other is buffer:
             continue
-        if buffer.shape != other.shape or not torch.allclose(buffer, other, rtol=twin.tolerance, equal_nan=True):
+        if buffer.shape != other.shape or not torch.allclose(buffer, other, rtol=reference.tolerance, equal_nan=True):
             kind = "parameter" if isinstance(buffer, nn.Parameter) else "buffer"
             raise CaptureError(f"the {kind} {name} differs between the model and its captured graph after some runs")

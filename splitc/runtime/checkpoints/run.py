@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import LaunchError
 from ..transport.base import Transport
 from ..whole_state import attempt
-from . import takeover
+from . import restore
 from .contents import Contents, Counts
 from .folders import Disks, find_disks, newest, steps_in
 from .manifest import owner
@@ -29,7 +29,7 @@ class Checkpoints:
 
     def __init__(self, transport: Transport, contents: Contents) -> None:
         self._transport, self._contents = transport, contents
-        self._aside: Transport | None = None
+        self._side_group: Transport | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._disks: dict[Path, Disks] = {}
@@ -54,7 +54,7 @@ class Checkpoints:
             raise LaunchError(f"keep={keep!r}: give the number of checkpoints to keep, at least 1")
         self.wait()
         if asynchronous and self._writer is None:
-            self._aside, self._writer = self._transport.aside(), ThreadPoolExecutor(1, "checkpoint")
+            self._side_group, self._writer = self._transport.side_group(), ThreadPoolExecutor(1, "checkpoint")
         disks = self._disks[folder] = self._disks.get(folder) or find_disks(self._transport, folder)
         self._run = disks.run = self._run or disks.run
         self._known.add((disks.run, disks.start))
@@ -65,12 +65,12 @@ class Checkpoints:
             return Collected(self._contents.pieces(counts), self._contents.shared())
 
         combine = partial(self._contents.run, counts=counts)
-        if not asynchronous or self._aside is None or self._writer is None:
+        if not asynchronous or self._side_group is None or self._writer is None:
             write(disks, counts["steps"], collect, combine, keep)
             return
         taken = _taken(collect)
         self._writing = self._writer.submit(
-            write, replace(disks, transport=self._aside), counts["steps"], taken, combine, keep
+            write, replace(disks, transport=self._side_group), counts["steps"], taken, combine, keep
         )
 
     def wait(self) -> None:
@@ -99,14 +99,14 @@ class Checkpoints:
         def check() -> list[str]:
             saved = Saved(path)
             opened.extend([saved, saved.unpacked("run")])
-            return list(takeover.problems(self._contents, saved, opened[1]))
+            return list(restore.problems(self._contents, saved, opened[1]))
 
         attempt(self._transport, f"{path}: training cannot go on from this checkpoint, and nothing was changed", check)
         saved, run = opened
         attempt(
             self._transport,
             f"{path}: the checkpoint could not be read, and the ranks have parts of it; start them again",
-            lambda: self._states.update(takeover.restore(self._contents, saved, run)),
+            lambda: self._states.update(restore.restore(self._contents, saved, run)),
         )
         self._run = owner(path)[0]
         self._known |= {

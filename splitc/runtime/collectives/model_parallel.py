@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from ..transport.base import CompletedWork, Transport, describe
 from ..transport.messages import Arriving
+from .deferred_gradients import DeferredGradients
 from .layouts import Extents, Move, Transition
-from .meanwhile import Meanwhile
 
 
 class Group:
@@ -30,14 +30,14 @@ class Group:
     Raises ValueError when `ranks` do not hold this one.
     """
 
-    def __init__(self, transport: Transport, ranks: Sequence[int], meanwhile: Meanwhile | None = None) -> None:
-        """meanwhile: what is computed while transitions travel."""
+    def __init__(self, transport: Transport, ranks: Sequence[int], deferred: DeferredGradients | None = None) -> None:
+        """deferred: what is computed while transitions travel."""
         self.ranks = tuple(ranks)
         if transport.rank not in self.ranks:
             raise ValueError(f"rank {transport.rank} is not one of the group's ranks {self.ranks}")
         self.index = self.ranks.index(transport.rank)
         self.size = len(self.ranks)
-        self.meanwhile = meanwhile or Meanwhile()
+        self.deferred = deferred or DeferredGradients()
         self.transport = transport
 
     def transition(self, x: Tensor, transition: Transition, extents: Extents) -> Tensor:
@@ -66,7 +66,7 @@ class Group:
         """A value, or a gradient, in another state, without autograd."""
         moving = self.start(x, transition, extents)
         if transition.move.communicates:
-            self.meanwhile.one()
+            self.deferred.one()
         return moving.wait()
 
     def start(self, x: Tensor, transition: Transition, extents: Extents) -> Arriving:

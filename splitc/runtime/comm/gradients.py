@@ -36,7 +36,7 @@ class GradientComm(Part):
         ranks = [role.among(bucket[0] in spec.own_sums).ranks for bucket in buckets]
         with self.sums[stage].while_backward(role.transport, ranks, self.examples.go_on, early):
             yield
-            role.meanwhile.finish()
+            role.deferred.finish()
         if self.examples.go_on:  # ranks may wait for what this one sends next before they join
             role.messages.at_end(self.sums[stage].finish)
 
@@ -51,9 +51,9 @@ class GradientComm(Part):
 
     def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear layer whose weight's gradient is computed while gradients of values travel."""
-        return self.role.meanwhile.linear(value, weight, bias)
+        return self.role.deferred.linear(value, weight, bias)
 
     def update(self) -> None:
         """Let the optimizer update this role's parameters now, before the next microbatch."""
-        self.role.meanwhile.finish()
+        self.role.deferred.finish()
         self.role.update(self.role.spec.role)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
+from ..collectives.deferred_gradients import DeferredGradients
 from ..collectives.layouts import State
-from ..collectives.meanwhile import Meanwhile
 from ..collectives.model_parallel import Group
 from ..pieces import Interval, pieces_of
 from ..spec import RankSpec, RoleSpec, Shard, StepContext
@@ -50,14 +50,14 @@ class Role:
         messages: Messages,
         examples_of: Mapping[int, Interval],
         update: Callable[[str], None],
-        meanwhile: Meanwhile,
+        deferred: DeferredGradients,
     ) -> None:
-        """update, meanwhile: see `Rank`."""
+        """update, deferred: see `Rank`."""
         transport = messages.transport
         self.rank, self.spec, self.messages, self.transport = rank, spec, messages, transport
         self.members, self.examples_of = spec.group or (transport.rank,), examples_of
-        self.update, self.meanwhile = update, meanwhile
-        self.group, self.replicas = Group(transport, self.members, meanwhile), Group(transport, spec.replicas)
+        self.update, self.deferred = update, deferred
+        self.group, self.replicas = Group(transport, self.members, deferred), Group(transport, spec.replicas)
         self.everyone = Group(transport, spec.ranks or spec.replicas)
         self.optimizer_state: Callable[[nn.Parameter], MutableMapping[str, Any]] = lambda parameter: {}
         self.context = StepContext(rank.batch_offsets, rank.batch_offsets)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..collectives.meanwhile import add_to_grad
+from ..collectives.deferred_gradients import add_to_grad
 from ..transport.base import Transport, Work, describe
 
 

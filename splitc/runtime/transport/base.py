@@ -223,7 +223,7 @@ class Transport(ABC):
     def barrier(self) -> None:
         """Return when every rank has called this."""
 
-    def aside(self) -> Transport | None:
+    def side_group(self) -> Transport | None:
         """A transport of objects and messages on the CPU for another thread of each rank; None: none can have one.
 
         Collective.

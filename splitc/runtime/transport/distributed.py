@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..errors import LaunchError
 from ..heap import keep_memory
 from .agreement import require_equal, versions
-from .flight import cause
+from .in_flight import cause
 from .network import choose_interface
 from .torch_transport import TorchTransport
 

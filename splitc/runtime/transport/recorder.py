@@ -75,8 +75,8 @@ class Forwarding(Transport):
         self.rank, self.world, self.device = inner.rank, inner.world, inner.device
         self._inner = inner
 
-    def aside(self) -> Transport | None:
-        return self._inner.aside()
+    def side_group(self) -> Transport | None:
+        return self._inner.side_group()
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         return self._inner.broadcast_object(value, src)

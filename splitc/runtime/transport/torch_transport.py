@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from .base import Message, PeerLost, Transport, Work, describe, describe_all
-from .flight import Flight, as_bytes, cause, summable
+from .in_flight import InFlight, as_bytes, cause, summable
 
 # Tags that programs do not use: of the messages that set up a group, and of those that make up collectives.
 _SETUP_TAG, _GATHER_TAG, _SCATTER_TAG = 2**31 - 1, 2**31 - 2, 2**31 - 3
@@ -51,7 +51,7 @@ class TorchTransport(Transport):
         self._owns_process_group = owns_process_group
         self._everyone = everyone  # None: the default group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world)): everyone}
-        self._asides: list[TorchTransport] = []
+        self._side_groups: list[TorchTransport] = []
         self._met: set[tuple[int, ...]] = set()  # NCCL communicators that are known to exist
         self._under_way = 0  # operations that nobody has waited for
         atexit.register(self._close_at_exit)
@@ -61,7 +61,7 @@ class TorchTransport(Transport):
         return self.device.type == "cuda" and not self.staged
 
     def when_complete(self, work: Work, call: Callable[[], None]) -> bool:
-        return isinstance(work, Flight) and not self.waits_hold_the_stream and work.when_complete(call)
+        return isinstance(work, InFlight) and not self.waits_hold_the_stream and work.when_complete(call)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         values = [value]
@@ -79,10 +79,10 @@ class TorchTransport(Transport):
         with self._losing_peers("barrier"):
             dist.barrier(self._everyone, device_ids=[self.device.index] if self.waits_hold_the_stream else None)
 
-    def aside(self) -> Transport | None:
+    def side_group(self) -> Transport | None:
         group = self._new_group(tuple(range(self.world)), "gloo")
-        self._asides.append(TorchTransport(torch.device("cpu"), self._timeout, False, everyone=group))
-        return self._asides[-1]
+        self._side_groups.append(TorchTransport(torch.device("cpu"), self._timeout, False, everyone=group))
+        return self._side_groups[-1]
 
     def _close_at_exit(self) -> None:
         """Close a transport that a program left open, unless that could wait for other ranks."""
@@ -91,8 +91,8 @@ class TorchTransport(Transport):
 
     def close(self) -> None:
         atexit.unregister(self._close_at_exit)
-        for aside in self._asides:
-            aside.close()
+        for group in self._side_groups:
+            group.close()
         self._everyone = None
         self._groups.clear()  # else their threads may outlive the interpreter, which then aborts
         if self._owns_process_group and dist.is_initialized():
@@ -156,7 +156,7 @@ class TorchTransport(Transport):
         )
 
     def _reduce_scatter_by_nccl(
-        self, flight: Flight, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]
+        self, flight: InFlight, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]
     ) -> Work:
         """In one operation, or when shapes are unequal in a reduction to each rank."""
         group = self._group(ranks)
@@ -192,12 +192,12 @@ class TorchTransport(Transport):
     def _connect(self, ranks: tuple[int, ...]) -> None:
         self._group(ranks)
 
-    def _flight(self, what: str) -> Flight:
+    def _flight(self, what: str) -> InFlight:
         """An operation that is about to be issued."""
         self._under_way += 1
-        return Flight(self.device, self.staged, partial(self._losing_peers, what), self._landed)
+        return InFlight(self.device, self.staged, partial(self._losing_peers, what), self._done)
 
-    def _landed(self) -> None:
+    def _done(self) -> None:
         self._under_way -= 1
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

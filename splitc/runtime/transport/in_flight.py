@@ -21,14 +21,14 @@ _SUMMABLE = {
 }  # fmt: skip
 
 
-class Flight:
+class InFlight:
     """One operation under way: torch's works, and the tensors that must live until they end.
 
     A tensor that the backend cannot use in place (on a GPU when staged, or not contiguous) travels as a copy, its
     buffer; `wait` copies back what has arrived.
 
     staged: tensors travel through the CPU's memory.  losing_peers: around calls of torch, which it names when they
-    fail.  landed: called once it has been waited for.
+    fail.  done: called once it has been waited for.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Flight:
         device: torch.device,
         staged: bool,
         losing_peers: Callable[[], AbstractContextManager[None]],
-        landed: Callable[[], None] | None = None,
+        done: Callable[[], None] | None = None,
     ) -> None:
-        self._landed = landed
+        self._done = done
         self._staged, self._losing_peers = staged, losing_peers
         self._wire = torch.device("cpu") if staged else device
         self._works: list[dist.Work] = []
@@ -76,14 +76,14 @@ class Flight:
         self._arrivals.append((tensor.detach(), parts))
         return parts
 
-    def issue(self, operation: Any, *arguments: Any, **options: Any) -> Flight:
+    def issue(self, operation: Any, *arguments: Any, **options: Any) -> InFlight:
         """Start one of torch's operations."""
         with self._losing_peers():
             works = operation(*arguments, **options)
         self._works += works if isinstance(works, list) else [works]
         return self
 
-    def messages(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
+    def messages(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> InFlight:
         """Start messages from and to buffers, one operation each; empty ones are left out."""
         for operation, messages in ((dist.irecv, receives), (dist.isend, sends)):
             for buffer, peer in messages:
@@ -109,9 +109,9 @@ class Flight:
             tensor.copy_(reduce(torch.add, parts))
         self._arrivals.clear()
         self._buffers.clear()
-        if self._landed is not None:
-            self._landed()
-            self._landed = None
+        if self._done is not None:
+            self._done()
+            self._done = None
 
 
 def summable(dtype: torch.dtype) -> torch.dtype:

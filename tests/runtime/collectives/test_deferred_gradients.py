@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitc.runtime.collectives.meanwhile import Meanwhile
+from splitc.runtime.collectives.deferred_gradients import DeferredGradients
 from tests.support.sampling import along, in_one
 
 
@@ -30,12 +30,12 @@ def test_value_and_gradients_are_those_of_a_linear_layer(
     expected = F.linear(*given)
     error = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, given, error)
-    meanwhile = Meanwhile()
-    value = meanwhile.linear(*given)
+    deferred = DeferredGradients()
+    value = deferred.linear(*given)
     value.backward(error)
     torch.testing.assert_close(x.grad, gradients[0])
     assert x.dim() == 1 or (weight.grad is None and bias.grad is None), "which are computed later"
-    meanwhile.finish()
+    deferred.finish()
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close([p.grad for p in given[1:]], list(gradients[1:]))
 
@@ -44,10 +44,10 @@ def test_value_and_gradients_are_those_of_a_linear_layer(
 @pytest.mark.parametrize("shape", [(6, 5), (3, 2, 5)])
 def test_a_rank_may_have_no_features(shape: tuple[int, ...]) -> None:
     x, weight, bias = tensors(shape, (0, 5), (0,))
-    meanwhile = Meanwhile()
-    value = meanwhile.linear(x, weight, bias)
+    deferred = DeferredGradients()
+    value = deferred.linear(x, weight, bias)
     value.sum().backward()
-    meanwhile.finish()
+    deferred.finish()
     assert value.shape == (*shape[:-1], 0)
     assert torch.equal(x.grad, torch.zeros_like(x))  # type: ignore[arg-type]
 
@@ -55,9 +55,9 @@ def test_a_rank_may_have_no_features(shape: tuple[int, ...]) -> None:
 def test_gradients_of_several_uses_add_up() -> None:
     x, weight = tensors((6, 5), (5, 5))
     expected = torch.autograd.grad(F.linear(F.linear(x, weight), weight).sum(), [x, weight])
-    meanwhile = Meanwhile()
-    meanwhile.linear(meanwhile.linear(x, weight), weight).sum().backward()
-    meanwhile.finish()
+    deferred = DeferredGradients()
+    deferred.linear(deferred.linear(x, weight), weight).sum().backward()
+    deferred.finish()
     torch.testing.assert_close([x.grad, weight.grad], list(expected))
 
 
@@ -67,18 +67,18 @@ def test_where_a_gradient_is_not_needed_this_is_the_plain_layer(frozen: str) -> 
     named = dict(zip(("x", "weight", "bias"), tensors((3, 2, 5), (4, 5), (4,)), strict=True))
     named[frozen].requires_grad_(False)
     others = [tensor for tensor in named.values() if tensor.requires_grad]
-    meanwhile = Meanwhile()
-    gradients = torch.autograd.grad(meanwhile.linear(*named.values()).sum(), others)
+    deferred = DeferredGradients()
+    gradients = torch.autograd.grad(deferred.linear(*named.values()).sum(), others)
     torch.testing.assert_close(gradients, torch.autograd.grad(F.linear(*named.values()).sum(), others))
 
 
 def test_what_is_left_is_done_one_at_a_time_or_all_at_once() -> None:
     done: list[int] = []
-    meanwhile = Meanwhile()
+    deferred = DeferredGradients()
     for k in range(4):
-        meanwhile.later(lambda k=k: done.append(k))  # type: ignore[misc]
-    meanwhile.one()
+        deferred.later(lambda k=k: done.append(k))  # type: ignore[misc]
+    deferred.one()
     assert done == [0]
-    meanwhile.finish()
-    meanwhile.one()
+    deferred.finish()
+    deferred.one()
     assert done == [0, 1, 2, 3]

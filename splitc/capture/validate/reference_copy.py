@@ -82,14 +82,14 @@ class _Standing(NoDropout):
 
 
 class Precision(Enum):
-    """How a twin computes, and is compared: in its own dtypes bit by bit, in float64, in its own up to rounding."""
+    """How a copy computes, and is compared: in its own dtypes bit by bit, in float64, in its own up to rounding."""
 
     EXACT = auto()
     WIDE = auto()
     OWN = auto()
 
 
-class Twin:
+class ReferenceCopy:
     """A copy of a model with its loss, and of the modules that the captured graph reads.
 
     model, example: the copies.  root: further copies, which share parameters that no call changes.  wide: in float64.
@@ -117,7 +117,7 @@ class Twin:
         self._program, self._alive = program, (model, example)  # ids stay theirs
 
     def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of `tensors`, in the dtypes that the twin computes in."""
+        """Copies of `tensors`, in the dtypes that the reference computes in."""
         return {name: _converted(tensor, self.wide) for name, tensor in tensors.items()}
 
     def loss(self, values: Mapping[str, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class Meanwhile:
+class DeferredGradients:
     """Computations of one rank that can be done at any time before the end of its step."""
 
     def __init__(self) -> None:
@@ -50,9 +50,11 @@ class _Later(torch.autograd.Function):
     """A linear layer that was computed; its backward gives the gradient of its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, meanwhile: Meanwhile) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients
+    ) -> Tensor:
         ctx.save_for_backward(x.detach().to(y.dtype))
-        ctx.parameters, ctx.meanwhile, ctx.dtype = (weight, bias), meanwhile, x.dtype
+        ctx.parameters, ctx.deferred, ctx.dtype = (weight, bias), deferred, x.dtype
         ctx.mark_dirty(y)
         return y
 
@@ -60,7 +62,7 @@ class _Later(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
         (x,), (weight, bias) = ctx.saved_tensors, ctx.parameters
-        ctx.meanwhile.later(lambda: _add_gradients(weight, bias, x, error))
+        ctx.deferred.later(lambda: _add_gradients(weight, bias, x, error))
         return (error @ weight.detach().to(error.dtype).conj()).to(ctx.dtype), None, None, None, None
 
 
