@@ -12,6 +12,7 @@ import pytest
 from splitc.errors import LaunchError
 from splitc.ir.placements import SCHEMES, Grouping, LayerPlacement
 from splitc.ir.plan import Plan
+from splitc.ir.plan_checks import decision_problems
 from splitc.ir.prediction import Prediction
 from splitc.ir.shares import serve, share_out
 from tests.conftest import GOLDEN
@@ -179,3 +180,16 @@ def test_updates_in_every_microbatch_are_never_exact() -> None:
     edited = plan.to_json().replace('"updates": "once"', '"updates": "every"')
     assert '"exact": true' in edited
     assert not Plan.from_json(edited).exact
+
+
+def test_what_a_plan_decides_is_checked_as_a_file_is() -> None:
+    made = plan(2, 1, 8)
+    assert not decision_problems(made)
+    for wrong, what in [
+        (replace(made, world=2), "roles: fc has rank 2, but the world has ranks 0 to 1"),
+        (
+            replace(made, batch_offsets={**made.batch_offsets, "conv": (0, 8, 4)}),
+            "it must be 3 bounds that grow from 0",
+        ),
+    ]:
+        assert any(what in line for line in decision_problems(wrong)), wrong
