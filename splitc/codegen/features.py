@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import ClassVar, Protocol
@@ -101,6 +102,6 @@ def features() -> tuple[Feature, ...]:
 
 def constant_imports(lines: Iterable[str]) -> Iterator[str]:
     """Yield the imports of the constants that lines of a file use."""
-    text = "\n".join(lines)
+    used = {node.id for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, ast.Name)}
     for feature in features():
-        yield from (f"from {file} import {name}" for name, file in feature.constants.values() if name in text)
+        yield from (f"from {file} import {name}" for name, file in feature.constants.values() if name in used)

@@ -26,7 +26,7 @@ class StepWriter:
     """Writes one function of a rank program, from its actions.
 
     trains: whether gradients go back; else it runs one batch as a whole, forward.
-    trained: of outputs, the rank program of training, whose `Stage` and communicators they use.
+    trained: of outputs, the roles of the rank in training, whose `Stage` and communicators they use.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class StepWriter:
         program: LoweredProgram,
         rank_program: RankProgram,
         trains: bool = True,
-        trained: RankProgram | None = None,
+        trained: Sequence[str] | None = None,
     ) -> None:
         self.program, self._plan, self.rank_program = program, program.plan, rank_program
         self._training = trains
-        roles = [role for role in (trained or rank_program).roles if role in self._plan.roles]
+        roles = [role for role in rank_program.roles if role in self._plan.roles] if trained is None else trained
         self._alone = len(roles) == 1
-        readers = set(rank_program.roles) & set(receiving(program)) if trained else ()
+        readers = set(rank_program.roles) & set(receiving(program)) if trained is not None else ()
         comms = [*(roles or rank_program.roles), *readers]
         self.stages = program.stages_of(rank_program)
         self._microbatched = {stage.role for stage in self.stages if self._training and program.turns(stage) > 1}

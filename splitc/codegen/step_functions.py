@@ -33,7 +33,8 @@ def _predict(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
     """The lines of `predict`."""
     if isinstance(predicted := program.predicted, Refusal):
         return ["def predict(*_):", '    """Refused; rankN.py says why."""', "    raise NotImplementedError"]
-    writer = StepWriter(predicted, predicted.rank_program(rank_program.ranks[0]), trains=False, trained=rank_program)
+    trained = [role for role in rank_program.roles if role in program.plan.roles]
+    writer = StepWriter(predicted, predicted.rank_program(rank_program.ranks[0]), trains=False, trained=trained)
     if any(stage.has_loss for stage in writer.stages):
         doc = "The model's output for this rank's examples, forward only."
     elif writer.stages:

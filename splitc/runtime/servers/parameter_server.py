@@ -219,7 +219,7 @@ class ServedBuckets:
         parameter = self._parameters[piece.name]
         if parameter.grad is None:
             return _rows(torch.full_like(parameter, -0.0), piece)
-        rows = _rows(parameter.grad, piece)
+        rows = _rows(parameter.grad.resolve_conj(), piece)
         _mark(rows).add_(0.0)
         return rows
 
