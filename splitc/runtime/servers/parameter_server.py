@@ -227,7 +227,7 @@ class ServedBuckets:
 def _mark(gradient: Tensor) -> Tensor:
     """The number that says whether backward reached a gradient: its first."""
     if not gradient.numel():
-        return torch.ones(1)
+        return gradient.real.new_ones(1)
     return (torch.view_as_real(gradient) if gradient.is_complex() else gradient).as_strided((1,), (1,))
 
 
