@@ -142,6 +142,7 @@ def test_an_error_of_rank_0s_compiling_is_raised_on_every_rank(dataset: Any, rea
     assert first.startswith(f"{kind}rank 0 could not compile the program: {kind}: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("global_batch", "steps"), [(None, 2), (6, 3)])
 def test_training_by_a_data_loader_has_its_batch_or_the_global_batch_that_was_asked_for(
     global_batch: int | None, steps: int

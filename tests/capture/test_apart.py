@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,6 +55,7 @@ MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @in_tiers("cases", MODELS, one_in=3)
 def test_a_model_that_couples_examples_is_refused_on_a_constant_example(cases: list[Any]) -> None:
     for name in cases:

@@ -100,6 +100,7 @@ def test_a_branch_holds_for_the_batches_with_its_outcome(change: Change, rows: i
     assert [str(guard) for guard in capture(Net(change), *of(rows), F.cross_entropy).guards] == ranges
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "rows", "ranges"),
     [
@@ -127,6 +128,7 @@ def test_a_number_that_is_no_share_of_the_batch_couples_examples(number: Callabl
     assert said in refusal(Net(lambda x: x * number(x.size(0))), *of(8), F.cross_entropy)
 
 
+@pytest.mark.slow
 def test_a_number_that_is_used_keeps_its_line() -> None:
     (guard,) = capture(Net(over), *of(8), F.cross_entropy).guards
     assert guard.source == here(over)
@@ -153,6 +155,7 @@ def test_within_the_range_training_is_that_of_one_process(strategy: str) -> None
 NORMALISED = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "batch", "rank"),
     [("data_parallel", 4, 0), ("data_parallel", 7, 3), ("data_parallel(microbatches=2)", 12, 0)],

@@ -38,6 +38,7 @@ def of(rows: int, last: bool) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 20, (7, rows)), torch.randint(0, 5, (rows,) if last else (7, rows))
 
 
+@pytest.mark.slow
 @sampled(("strategy", "last"), [("layer_separation", False), ("hybrid_single", True)], one_in=2)
 def test_sequences_with_time_first_train_as_in_one_process(strategy: str, last: bool) -> None:
     program = compiled(Tagger(last), *of(4, last), F.cross_entropy if last else each_word, 2, strategy)

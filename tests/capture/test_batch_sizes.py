@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,6 +76,7 @@ BAKED: list[tuple[Run, str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_a_batch_size_in_any_disguise_is_refused_at_its_line() -> None:
     for run, text in BAKED:
         said = refusal(made(run, token=nn.Parameter(torch.randn(1, 8))), vectors()(), labels()(), F.cross_entropy)

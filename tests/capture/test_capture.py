@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from tests.support.models import CASES, CLASSES, Made, Recurrent, SmallVGG, imag
 from tests.support.sampling import in_tiers
 
 
+@pytest.mark.slow
 @in_tiers("cases", CASES, one_in=12)
 def test_the_graph_computes_the_models_loss_and_gradients_at_any_batch(cases: list[Any]) -> None:
     for name in cases:

@@ -106,6 +106,7 @@ def made(
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "example", "batch"),
     [

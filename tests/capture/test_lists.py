@@ -67,6 +67,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+@pytest.mark.slow
 @sampled("world", [3, 2], one_in=2)
 def test_lists_of_images_of_different_sizes_train_as_in_one_process(world: int) -> None:
     model = Detector()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -79,6 +80,7 @@ COUPLED: dict[str, Loss] = {
 }
 
 
+@pytest.mark.slow
 @in_tiers("cases", COUPLED, one_in=3)
 def test_a_loss_that_is_not_linear_over_examples_is_refused_on_a_constant_example(cases: list[Any]) -> None:
     for name in cases:

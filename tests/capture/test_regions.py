@@ -300,6 +300,7 @@ MIXED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @in_tiers("cases", MIXED, one_in=3)
 def test_a_number_of_several_examples_that_leaves_tensors_couples_them_whatever_it_is_here(cases: list[Any]) -> None:
     for how in cases:
@@ -323,6 +324,7 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 def test_random_numbers_that_are_not_drawn_for_the_examples_in_order_couple_them() -> None:
     for how in DRAWN:
         assert "random numbers" in coupling(DRAWN[how]), how
@@ -387,6 +389,7 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @in_tiers("cases", APART, one_in=3)
 def test_numbers_of_single_examples_leave_tensors_freely(cases: list[Any]) -> None:
     for how in cases:

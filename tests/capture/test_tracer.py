@@ -259,6 +259,7 @@ MAY: dict[str, tuple[Run, tuple[int, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @in_tiers("cases", MAY, one_in=3)
 def test_a_forward_may_use(cases: list[Any]) -> None:
     for name in cases:
@@ -274,6 +275,7 @@ def test_a_layer_may_have_the_name_of_an_operation() -> None:
         assert name in {layer.name for layer in captured(model, batch(), labels()(), F.cross_entropy).layers}, name
 
 
+@pytest.mark.slow
 def test_dropout_inside_attention_becomes_a_dropout_of_its_own() -> None:
     children = {"qkv": nn.Linear(8, 24), "mha": nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)}
     program = captured(made(attention_with_dropout, **children), batch(6, 8), labels()(), F.cross_entropy)

@@ -92,6 +92,7 @@ LOSSES: dict[str, tuple[Any, Callable[[], Tensor], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @in_tiers("cases", LOSSES, one_in=4)
 def test_every_term_of_a_loss_is_a_sum_or_a_mean_over_examples(cases: list[Any]) -> None:
     for name in cases:
@@ -171,6 +172,7 @@ COUPLED: dict[str, tuple[Loss, Callable[[], Tensor], str]] = {
 }
 
 
+@pytest.mark.slow
 @in_tiers("cases", COUPLED, one_in=3)
 def test_a_loss_that_couples_examples_is_refused_by_name_and_line(cases: list[Any]) -> None:
     for name in cases:
@@ -282,6 +284,7 @@ def test_a_model_that_insists_on_float32_is_compared_in_it_bit_by_bit() -> None:
     assert validated(made(run, fc=nn.Linear(8, CLASSES)), rows(), classes(), CE).notes == ()
 
 
+@pytest.mark.slow
 @in_tiers("cases", range(4), one_in=4)
 def test_no_initialisation_of_a_convolutional_network_is_refused(cases: list[Any]) -> None:
     for seed in cases:
@@ -301,6 +304,7 @@ def test_one_example_is_enough() -> None:
     assert captured(net(), torch.randn(1, 8), torch.tensor([2]), CE).batch == 1
 
 
+@pytest.mark.slow
 @in_tiers("cases", [torch.bfloat16, torch.float32, torch.float16], one_in=3)
 def test_a_gradient_that_is_zero_by_mathematics_may_be_any_rounding_error(cases: list[Any]) -> None:
     """Softmax does not see what every key has: the gradient of k.bias is noise."""

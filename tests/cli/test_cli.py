@@ -144,6 +144,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 # -- compile, verify, clusters -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compile_writes_a_build_and_says_how_to_run_it(capsys: Capture) -> None:
     done = splitc(capsys, "compile net.py --world 2 --strategy data_parallel -o out/build")
     assert done.code == 0
@@ -154,6 +155,7 @@ def test_compile_writes_a_build_and_says_how_to_run_it(capsys: Capture) -> None:
         assert f'PLAN = "{json.loads(plan)["hash"]}"' in Path("out/build", name).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["layer_separation", "independent_subnets(insert_norm=True)"])
 def test_a_plan_compiles_again_to_the_same_bytes(strategy: str, capsys: Capture) -> None:
     assert splitc(capsys, f"compile net.py --world 3 --strategy {strategy} -o build").code == 0
@@ -230,6 +232,7 @@ def test_progress_shows_at_once_on_a_terminal_and_goes_away() -> None:
     assert stream.getvalue() == "\rsplitc: tracing Net ...\r\x1b[K"
 
 
+@pytest.mark.slow
 def test_elsewhere_progress_shows_only_what_takes_long() -> None:
     for patience, quiet, text in ((60.0, False, ""), (0.05, False, "splitc: tracing Net ...\n"), (0.0, True, "")):
         stream = io.StringIO()

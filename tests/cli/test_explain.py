@@ -33,6 +33,7 @@ def priced(world: int, pattern: str, **options: object) -> dict[str, Alternative
     return {each.placement: each for each in alternatives(place, program, pattern)}
 
 
+@pytest.mark.slow
 def test_the_price_of_a_placement_is_that_of_the_plan_with_its_pin() -> None:
     _, program = analysed()
     found = found_for(2, "fc6")["rows, groups of 2"]
@@ -77,6 +78,7 @@ def test_an_unknown_layer_is_refused_with_near_names() -> None:
         priced(2, "fc66")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("net")
 def test_the_command_prints_a_table_in_80_columns(capsys: Capture) -> None:
     done = splitc(capsys, "explain net.py second --world 2 -q")

@@ -237,6 +237,7 @@ def test_factors_are_of_sums_over_ranks_and_of_links_only_where_much_was_predict
     assert factors_of([Phases(0, 1, 0, 1, 0, 0)], measured[:1]).empty
 
 
+@pytest.mark.slow
 @along(
     strategy=["data_parallel", "layer_separation(n_c=1, n_f=1)", "modulo_shard(mp=2)"],
     factors=[(1.25, 3.0), (0.5, 0.8), (2.0, 1.0)],

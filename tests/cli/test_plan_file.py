@@ -30,6 +30,7 @@ def write(data: object, name: str = "mine.json") -> None:
     Path(name).write_text(data if isinstance(data, str) else json.dumps(data, indent=1))
 
 
+@pytest.mark.slow
 def test_a_short_plan_is_followed_by_every_command(capsys: Capture) -> None:
     write(SHORT)
     done = splitc(capsys, "compile net.py --plan mine.json -o build -q")
@@ -103,6 +104,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_a_mistake_is_told_with_its_place_and_what_is_possible(capsys: Capture) -> None:
     for change, message in MISTAKES:
         write({**SHORT, **change})

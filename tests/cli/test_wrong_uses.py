@@ -141,6 +141,7 @@ MODELS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_used_is_told_by_name_and_line(capsys: Capture) -> None:
     for argument, text, *words in MODELS:
         sys.modules.pop("net", None)
@@ -168,6 +169,7 @@ PLANS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_cannot_be_planned_is_told_with_its_numbers(capsys: Capture) -> None:
     for options, *words in PLANS:
         refused(capsys, f"inspect net.py {options}", *words)
@@ -219,6 +221,7 @@ def test_a_folder_that_cannot_be_written_is_refused(capsys: Capture, monkeypatch
     refused(capsys, "compile net.py --world 2 -o there", "cannot write there", "cannot be written to; give another")
 
 
+@pytest.mark.slow
 def test_a_build_that_was_edited_is_not_overwritten(build: Path, capsys: Capture) -> None:
     with (build / "head.py").open("a") as file:
         file.write("# mine\n")

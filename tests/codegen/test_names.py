@@ -134,6 +134,7 @@ def two_inputs(first: str, second: str) -> nn.Module:
     return model.double()
 
 
+@pytest.mark.slow
 @sampled("names", INPUTS, one_in=len(INPUTS), ids=" ".join)
 def test_inputs_of_any_name_train(names: tuple[str, str]) -> None:
     model, (x, y) = two_inputs(*names), batch()

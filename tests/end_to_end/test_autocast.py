@@ -103,6 +103,7 @@ def test_what_forward_does_with_its_own_dtypes_is_captured() -> None:
     assert "torch.bfloat16" in done.files["all.py"]
 
 
+@pytest.mark.slow
 def test_activations_are_kept_in_bfloat16() -> None:
     narrow, wide = (analysed(Net, autocast)[3].costs["features.0"] for autocast in (BF16, None))
     more, less = (
@@ -177,6 +178,7 @@ def test_real_processes_train_as_one_process_under_autocast(strategy: str) -> No
     assert result.holds, str(result)
 
 
+@pytest.mark.slow
 def test_float64_turns_autocast_off_on_both_sides_and_says_so() -> None:
     result = separated().verify(dtype=torch.float64)
     assert result.holds and result.tolerance == 1e-9, str(result)
@@ -219,6 +221,7 @@ def halving(m: Any, x: Tensor) -> Tensor:
         return m.fc(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "autocast", "text"),
     [
@@ -272,6 +275,7 @@ def test_other_dtypes_are_refused(dtype: Any, text: str) -> None:
 # -- plans and commands ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_tells_what_to_compile_it_with(tmp_path: Path) -> None:
     model, (images, labels) = Net(), batch_of(4)
 
@@ -320,6 +324,7 @@ def test_commands_take_autocast(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.code == 2 and "compile it with: splitc compile MODEL --autocast bfloat16" in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_here")
 def test_a_model_that_itself_fails_under_autocast_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     scattered = "torch.zeros(x.size(0), 8).scatter(1, torch.zeros(x.size(0), 8, dtype=torch.int64), self.first(x))"

@@ -58,6 +58,7 @@ def test_a_cut_that_skips_its_way_into_a_group_is_named() -> None:
     assert any("flatten of role stage0 is read by" in problem for problem in cuts_are_communicated(program))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [shard, copy_to_group, reduce_from_group])
 def test_a_node_that_is_lost_when_the_graph_is_split_is_named(lost: Callable[..., object]) -> None:
     program = MAKERS[lost]().program

@@ -81,6 +81,7 @@ def edited(program: CompiledProgram, pattern: str, new: str) -> CompiledProgram:
     return program
 
 
+@pytest.mark.slow
 def test_the_unbroken_programs_hold() -> None:
     for make in (sharded, rows, mixed, late, hybrid, entered):
         assert make().verify(steps=1).holds

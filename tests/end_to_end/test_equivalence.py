@@ -70,6 +70,7 @@ def program(
     return compiled(model, (x,), y, loss, world, strategy, analysed=known, **options)
 
 
+@pytest.mark.slow
 @along(1, split=SPLITS, name=["mlp", *(name for name in MODELS if name != "mlp")])
 def test_layer_separation_is_the_same_training_in_float64(split: tuple[int, int], name: str) -> None:
     n_c, n_f = split

@@ -36,6 +36,7 @@ def test_so_it_is_in_float32_on_two_ranks(world: int, asked: Asked) -> None:
     assert_exact(planned(world, asked).verify(steps=2), torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_updates_in_every_turn_are_another_training_and_say_so(world: int) -> None:
     """SplitBrain 3.1 updates the fc layers K times a step; the batches of these updates are smaller."""
@@ -55,6 +56,7 @@ def case(name: str) -> tuple[nn.Module, Any, Any, Any]:
     return CASES[name].make(torch.float64)
 
 
+@pytest.mark.slow
 @along(1, sizes=["1+1+1", "2+1+1"], cut=["layer2.conv2", "layer1.conv2"])
 def test_a_cut_through_a_skip_connection_sends_both_branches(sizes: str, cut: str) -> None:
     before = ["conv1", "layer1.conv1", "layer1.bn1", "layer1.conv2", "layer1.bn2", "layer2.*"]
@@ -68,6 +70,7 @@ def test_a_cut_through_a_skip_connection_sends_both_branches(sizes: str, cut: st
     assert_exact(program.verify())
 
 
+@pytest.mark.slow
 @along(
     1,
     name=["branches", "recurrent", "encoder", "functional", "frozen_trunk"],
@@ -103,6 +106,7 @@ def test_synchronised_norms_are_those_of_one_process_over_the_whole_batch(
 # -- numbers that do not divide ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @in_pairs(2, at=[(2, 5), (3, 7), (4, 9), (4, 11)], scheme=["B/K", "B", "BK"])
 def test_batches_and_features_that_groups_do_not_divide_are_one_process(at: tuple[int, int], scheme: str) -> None:
     world, batch = at
@@ -113,6 +117,7 @@ def test_batches_and_features_that_groups_do_not_divide_are_one_process(at: tupl
     assert_exact(program.verify(steps=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["hybrid_single", "late_multiply", "layer_separation(ranks=2+1+1)"])
 def test_uneven_global_batches_are_one_process(strategy: str) -> None:
     assert_exact(planned(4, strategy, torch.float64, global_batch=7).verify(steps=2))
@@ -133,6 +138,7 @@ class Two(nn.Module):
         return scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [1, 3])
 def test_a_layer_with_fewer_features_than_ranks_leaves_some_with_none_of_them(classes: int) -> None:
     x, y = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, classes, dtype=torch.float64)
@@ -181,6 +187,7 @@ def masked(scores: Tensor, target: Tensor) -> Tensor:
 TIMED = ["late_multiply", "hybrid_single", *(f"modulo_shard(mp=2,scheme={s})" for s in ("BK", "B", "B/K"))]
 
 
+@pytest.mark.slow
 @along(1, strategy=TIMED[::-1], loss=[masked, weighted, summed, squared])
 def test_every_loss_of_values_with_a_time_dimension_is_one_process(strategy: str, loss: Callable[..., Tensor]) -> None:
     """In turns too: each turn's part of a mean, of a weighted mean, of a sum, and of a quotient."""
@@ -190,6 +197,7 @@ def test_every_loss_of_values_with_a_time_dimension_is_one_process(strategy: str
     assert_exact(program.verify(steps=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", ["modulo_shard(mp=2,scheme=B)", "modulo_shard(mp=4)", "modulo_shard(mp=4,scheme=BK)"]
 )

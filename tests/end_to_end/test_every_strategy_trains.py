@@ -103,6 +103,7 @@ CELLS = [(name, OPTIMIZERS[k % 4], OPTIONS[k % 5]) for k, name in enumerate(EVER
 """Every strategy, and every optimizer with all options."""
 
 
+@pytest.mark.slow
 @sampled(("name", "optimizer", "options"), CELLS, one_in=6)
 def test_every_strategy_trains_with_any_elementwise_optimizer(
     name: str, optimizer: Optimizer, options: dict[str, Any]

@@ -133,6 +133,7 @@ def test_a_transformer_looks_back_only() -> None:
     torch.testing.assert_close(model(tokens)[:, :7], model(later)[:, :7])
 
 
+@pytest.mark.slow
 def test_a_recommenders_indices_are_drawn_from_its_tables() -> None:
     program = captured("recommender")
     assert {i.name: i.high for i in program.inputs if i.high} == {"user": 40, "item": 30, "category": 5, "seen": 30}

@@ -191,6 +191,7 @@ def test_it_trains_as_one_process_does(name: str, strategy: str) -> None:
         assert result.holds, result
 
 
+@pytest.mark.slow
 def test_losses_apart_from_the_coupling_stay_where_they_were_and_what_is_gathered_has_a_price_and_a_reason() -> None:
     made = program("TwoTowers", "data_parallel")
     assert {name: place.role for name, place in made.plan.placements.items()} == {
@@ -261,6 +262,7 @@ ROWS_APART: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @sampled(("strategy", "pins"), ROWS_APART, one_in=6)
 def test_rows_that_lie_apart_travel_by_example(strategy: str, pins: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -278,6 +280,7 @@ class Counting(Towers):
         return (share + self.third(self.second(hidden).tanh()).square().sum(1) / x.size(0)).sum()
 
 
+@pytest.mark.slow
 def test_a_value_that_depends_on_how_many_examples_a_rank_has_is_not_cut() -> None:
     torch.manual_seed(0)
     model = Counting().double()

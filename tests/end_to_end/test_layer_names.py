@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -76,6 +77,7 @@ def planned(names: tuple[str, ...], strategy: str) -> CompiledProgram:
     return compiled(Net(names), (images,), target, F.cross_entropy, WORLD, strategy, analysed=analysed(names))
 
 
+@pytest.mark.slow
 @sampled("strategy", [*STRATEGIES[::-1], "auto"], one_in=9)
 def test_names_of_layers_change_no_price_no_message_and_no_loss(strategy: str) -> None:
     plain, telling = (planned(names, strategy).plan for names in (PLAIN, TELLING))

@@ -52,6 +52,7 @@ def test_every_strategy_in_microbatches_is_one_process(world: int, asked: Asked,
     assert result.holds and result.tolerance == 1e-9, str(result)
 
 
+@pytest.mark.slow
 @sampled("strategy", ["single_device(microbatches=3)", "data_parallel(microbatches=2)"], one_in=2)
 def test_one_rank_in_microbatches_returns_the_loss_of_the_whole_batch(strategy: str) -> None:
     program = compile_net(plain()[0], strategy, 1, batch=7)
@@ -100,6 +101,7 @@ def masked(scores: Tensor, target: Tensor) -> Tensor:
     return (each * mask).sum() / mask.sum() + scores.square().mean() + 0.1 * scores.sum()
 
 
+@pytest.mark.slow
 @in_pairs(
     1,
     strategy=["layer_separation(n_c=2,n_f=1)", "layer_separation(n_c=1,n_f=2)", "hybrid_single", "data_parallel"],
@@ -126,6 +128,7 @@ def test_evaluation_runs_whole_and_accumulation_adds_up() -> None:
     assert "microbatches" not in program.files["fc.py"].partition("def evaluate")[2]
 
 
+@pytest.mark.slow
 @in_pairs(
     3,
     strategy=["layer_separation(n_c=2, n_f=1, microbatches=3{})", "data_parallel(microbatches=4)"],
@@ -184,6 +187,7 @@ class WithoutGradients(nn.Module):
         return self.b(F.relu(self.a(h * torch.where(self.g(h) > 0, 1.0, 0.5)))), self.aux(h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "strategy"),
     [

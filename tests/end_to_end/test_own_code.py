@@ -117,6 +117,7 @@ def test_evaluation_is_that_of_the_model(name: str) -> None:
     torch.testing.assert_close(torch.tensor(on_workers(program, evaluated)), expected.expand(3))
 
 
+@pytest.mark.slow
 def test_the_report_names_regions_with_their_share_and_the_line() -> None:
     text = " ".join(program_of(MODELS["two of a class"]()).report().split())
     shares = "with 57.7% of the parameters and 63.2% of the FLOPs"
@@ -193,6 +194,7 @@ class Deciding(torch.nn.Module):
     above = 0.3
 
 
+@pytest.mark.slow
 @sampled("strategy", ["hybrid_single", "layer_separation"], one_in=2)
 def test_a_branch_on_the_whole_batch_is_that_of_one_process(strategy: str) -> None:
     torch.manual_seed(0)
@@ -242,6 +244,7 @@ class Chosen(nn.Module):
         return torch.stack([self.inner(row) if float(row.detach()[0]) > 0 else row * 0.5 for row in x])
 
 
+@pytest.mark.slow
 @sampled(
     "strategy", ["data_parallel", "late_multiply", "hybrid_single", "modulo_shard(mp=2)", "parameter_server"], one_in=2
 )

@@ -83,6 +83,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_kind_of_loss_trains_alike_on_unequal_ranks(name: str) -> None:
     loss = LOSSES[name]

@@ -109,6 +109,7 @@ def product_files() -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_one_package_with_every_file_of_it(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

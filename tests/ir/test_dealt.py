@@ -62,6 +62,7 @@ def test_a_slice_has_a_ranks_neurons_of_each_layer_and_what_every_rank_has() -> 
     assert sizes == [15 * width for width in (2 + 3 + 3, 2 + 3 + 2, 1 + 3 + 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("N", "n"), [((12, 16, 8), 4), ((20, 16, 8, 16, 12), 2)])
 def test_deal_and_collect_send_3_4_times_what_a_rank_does_not_own(N: tuple[int, ...], n: int) -> None:
     """(1 - 1/n) of 3.4's sum each, for parameters and momentum."""

@@ -45,6 +45,7 @@ def speech(rows: int = 4) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     return torch.randn(rows, 10, 6), (torch.randint(1, 5, (rows, 3)), frames, lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_ctc_loss_is_captured(reduction: str) -> None:
     def loss(scores: Tensor, target: Tensor, frames: Tensor, lengths: Tensor) -> Tensor:

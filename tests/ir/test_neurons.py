@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -105,6 +106,7 @@ def test_a_layer_stays_whole_where() -> None:
         assert not found(net(run, **modules)), why
 
 
+@pytest.mark.slow
 def test_layers_whose_values_are_added_are_dealt_alike_and_concatenated_ones_apart() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         a, b = m.na(m.a(x)), m.nb(m.b(x))

@@ -90,6 +90,7 @@ def timed(examples: int) -> tuple[Tensor, Tensor]:
     return torch.randn(examples, 3, 5), torch.randint(4, (examples,))
 
 
+@pytest.mark.slow
 @sampled(("k", "name"), list(enumerate(OF_STATES)), one_in=10)
 def test_every_rank_counts_the_bytes_of_every_transition(k: int, name: str) -> None:
     program = of_states(name, (3, 2)[k % 2], global_batch=(None, 11, 12)[k % 3])
@@ -207,6 +208,7 @@ def test_a_modulo_layer_sends_its_ranks_examples_to_the_others_and_takes_their_g
             assert {op.sent for op in (*there, *back)} == {(K - 1) / K * batch * example}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [3, 4])
 def test_a_shard_layer_sends_its_features_and_returns_the_others(world: int) -> None:
     """SplitBrain 3.2: of B examples 1/K of the features go to K - 1 others, gradients of (K-1)/K come back."""

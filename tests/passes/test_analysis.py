@@ -67,6 +67,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_another_strategy_or_world_of_the_same_model_validates_nothing(calls: list[str]) -> None:
     net = Net()
     first = compiled(net)
@@ -75,6 +76,7 @@ def test_another_strategy_or_world_of_the_same_model_validates_nothing(calls: li
     assert compiled(net).files == first.files and compiled(net).verify().holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

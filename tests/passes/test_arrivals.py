@@ -99,6 +99,7 @@ EXACT = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @sampled(("sizes", "pin", "schedule"), EXACT, one_in=6)
 def test_training_is_exact_however_values_arrive(sizes: tuple[int, int, int], pin: Placement, schedule: str) -> None:
     n_c, n_f, microbatches = sizes

@@ -41,6 +41,7 @@ def divided(world: int, number: int = 2, schedule: str = "all_forward", **option
     return compiled(model, *EXAMPLE, F.cross_entropy, world, strategy, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "schedule"), [(2, "1f1b"), pytest.param(3, "all_forward", marks=pytest.mark.slow)])
 def test_transitions_between_roles_train_as_one_process_does(world: int, schedule: str) -> None:
     program = divided(world, 3, schedule, global_batch=world * 5 + 1)

@@ -96,6 +96,7 @@ class CausalLM(nn.Module):
         return F.cross_entropy(logits, labels.view(-1).to(logits.device), ignore_index=-100)
 
 
+@pytest.mark.slow
 @sampled(("world", "shift"), [(4, "logits"), (3, "labels"), (2, "labels")], one_in=3)
 def test_the_shift_of_language_models_keeps_logits_divided(world: int, shift: str) -> None:
     ids = torch.randint(VOCABULARY, (7, 5))

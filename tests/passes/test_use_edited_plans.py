@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 import random
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +95,19 @@ def edits(value: Any) -> Iterator[tuple[str, Edit]]:
             yield repr(each), partial(replaced, each)
 
 
-def edited(strategy: str) -> Iterator[tuple[Path_, str, str]]:
-    """(field, what was done to it, the text) of every edit of a plan."""
+def edited(strategy: str, number: int) -> Iterator[tuple[Path_, str, str]]:
+    """(field, what was done to it, the text) of so many of all edits of a plan."""
     data = json.loads(planned(strategy).to_json())
-    for path in paths(data):
-        value: Any = data
-        for key in path:
-            value = value[key]
-        for what, edit in edits(value) if path != ("hash",) else ():
-            changed = copy.deepcopy(data)
-            parent: Any = changed
-            for key in path[:-1]:
-                parent = parent[key]
-            edit(parent, path[-1])
-            yield path, what, json.dumps(changed)
+    every = [(path, what, edit) for path in paths(data) if path != ("hash",) for what, edit in edits(at(data, path))]
+    for path, what, edit in random.Random(1).sample(every, number):
+        changed = copy.deepcopy(data)
+        edit(at(changed, path[:-1]), path[-1])
+        yield path, what, json.dumps(changed)
+
+
+def at(data: Any, path: Path_) -> Any:
+    """What stands in a plan under a path."""
+    return reduce(operator.getitem, path, data)
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(80, marks=pytest.mark.slow)])
@@ -117,8 +117,7 @@ def test_every_field_that_is_edited_wrongly_is_named_and_what_is_followed_trains
 ) -> None:
     model, example, program = known()
     file = tmp_path / "plan.json"
-    sample = random.Random(1).sample(sorted(edited(strategy)), number)
-    for path, what, text in sample:
+    for path, what, text in edited(strategy, number):
         file.write_text(text)
         try:
             plan = read_plan_file(file)

@@ -77,6 +77,7 @@ def separated() -> CompiledProgram:
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_27_layers_fit_80_columns_and_of_repeated_blocks_the_report_says_how_many_rows_it_hides() -> None:
     short, long = deep_report(), deep_report(everything=True)
     assert max(map(len, (*short.splitlines(), *long.splitlines()))) <= 80
@@ -89,6 +90,7 @@ def test_27_layers_fit_80_columns_and_of_repeated_blocks_the_report_says_how_man
     assert "20 of 27 layers, repeated or small, are left out; --all shows them" in short
 
 
+@pytest.mark.slow
 def test_the_report_of_few_layers_shows_them_all() -> None:
     assert report(separated().program) == report(separated().program, everything=True)
 
@@ -102,6 +104,7 @@ def test_the_prices_of_all_families_have_their_global_batch() -> None:
     assert re.search(r" 2 worker, 2 server +8 .* [\d.]+x$", rows["parameter_server"])
 
 
+@pytest.mark.slow
 def test_the_headline_says_proof_or_gap() -> None:
     for proof, gap, text in [
         ("optimal", 0.0, "proved optimal"),
@@ -137,6 +140,7 @@ def test_candidates_within_the_error_of_prediction_are_called_equal() -> None:
     assert "within the error of prediction (10%) of mixed, 2 microbatches: data_parallel\n" in text
 
 
+@pytest.mark.slow
 def test_the_price_is_simulated_and_the_proof_is_of_the_planners_own() -> None:
     made = deep()
     prediction = replace(made.plan.prediction, step_seconds=0.5, program_seconds=0.75)
@@ -242,6 +246,7 @@ def test_auto_chooses_the_fastest_of_the_exact_plans_that_fit() -> None:
         assert plan.samples_per_second == pytest.approx(max(c.samples_per_second for c in possible))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("period", [1, 4])
 def test_a_plan_in_rounds_is_marked_and_its_bytes_are_means(period: int) -> None:
     x, y = class_batch((4, 6), classes=3)
@@ -289,6 +294,7 @@ def test_bytes_of_layers_add_up_to_those_of_ranks_in_rounds_of_units_and_of_subn
             assert report(done.program).count(" subnet ") == len(data["layers"])
 
 
+@pytest.mark.slow
 def test_a_gradient_that_a_unit_sums_and_units_average_counts_twice() -> None:
     done = planned(4, "modulo_shard(mp=2, period=4)")
     sent = {layer["name"]: layer["sent_bytes"] for layer in as_json(done.program)["layers"]}

@@ -29,6 +29,7 @@ from tests.support.ranks import (
 from tests.support.sampling import sampled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["data_parallel", SEPARATION])
 def test_the_batches_of_an_update_may_differ_in_size(strategy: str) -> None:
     model, program = plain(strategy)

@@ -129,6 +129,7 @@ def planned(strategy: str, dim: int, world: int = 2) -> CompiledProgram:
     return compiled(model, *batch_of(8, dim), loss_of, world, strategy, analysed=program)
 
 
+@pytest.mark.slow
 @sampled(
     ("strategy", "dim"), [("layer_separation", 0), ("data_parallel", 1), ("auto", 0), ("hybrid_single", 0)], one_in=4
 )

@@ -6,6 +6,7 @@ import copy
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.slow
 @along(2, plan=PLANS, options=[{"clip_norm": 0.05}, {"accumulate": 2}])
 def test_complex_parameters_train_as_in_one_process(plan: tuple[str, int], options: dict[str, Any]) -> None:
     (strategy, world), (model, program) = plan, known()

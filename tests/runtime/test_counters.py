@@ -52,6 +52,7 @@ def counting(run: Run, strategy: str) -> tuple[nn.Module, CompiledProgram]:
     return model, program
 
 
+@pytest.mark.slow
 @along(2, run=RUNS, strategy=STRATEGIES)
 def test_a_counter_counts_each_step_once_on_every_rank_that_reads_it(run: Run, strategy: str) -> None:
     model, program = counting(run, strategy)
@@ -90,6 +91,7 @@ def own_counter(strategy: str) -> tuple[nn.Module, CompiledProgram]:
     return model, compiled(model, x, y, F.cross_entropy, OWN[strategy], strategy)
 
 
+@pytest.mark.slow
 @sampled("strategy", OWN, one_in=4)
 def test_a_counter_in_own_code_counts_as_in_one_process_whatever_the_microbatches(strategy: str) -> None:
     model, program = own_counter(strategy)

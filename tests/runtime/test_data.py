@@ -187,6 +187,7 @@ def seen(loader: Loader, steps: int | None = None) -> list[int]:
     return [int(k) for (batch, *_) in islice(loader, steps) for k in batch]
 
 
+@pytest.mark.slow
 @in_pairs(2, steps=[1, 4, 3, 0], stream=[True, False], workers=[0, 1])
 def test_a_position_goes_on_where_another_loader_stood_with_batches_of_another_size(
     steps: int, stream: bool, workers: int

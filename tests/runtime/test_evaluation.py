@@ -124,6 +124,7 @@ def branch_on_data(m: Any, x: Tensor) -> Tensor:
     return m.fc(m.b(h if m.training or h.mean() > 0 else 2 * h))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "text"),
     [(branch_on_data, "a branch needs the value of gt"), (read_again_in_the_head, "evaluation reads a.weight in role")],

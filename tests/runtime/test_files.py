@@ -21,6 +21,7 @@ from tests.support.file_memory import in_processes
 from tests.support.ranks import on_workers
 
 
+@pytest.mark.slow
 def test_tied_unused_and_odd_tensors_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_MAPPED", 0)  # so that the file is mapped for each tensor
     model = Tied()

@@ -125,6 +125,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @sampled("strategy", PLANS, one_in=6)
 def test_a_momentum_encoder_is_updated_once_a_step_on_every_rank(strategy: str) -> None:
     torch.manual_seed(0)
@@ -132,6 +133,7 @@ def test_a_momentum_encoder_is_updated_once_a_step_on_every_rank(strategy: str) 
     assert_trains_alike(model, program_of(model, strategy, **PLANS[strategy]), accumulate=2)
 
 
+@pytest.mark.slow
 @along(1, keep=[queue, shifted, centre], strategy=["hybrid_single", "data_parallel"])
 def test_what_is_kept_of_a_batch_is_that_of_the_whole_batch_on_every_rank(keep: Any, strategy: str) -> None:
     torch.manual_seed(0)

@@ -100,6 +100,7 @@ OF_WHOLE_TENSORS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_whole_tensors_is_refused_where_a_rank_has_parts() -> None:
     message = r"(Adafactor|Own|Nesterov|SGD) looks at whole tensors, and this rank has a part of .*\d\.(weight|bias)"
     for (name, factory), strategy in zip(OF_WHOLE_TENSORS.items(), DIVIDED * len(OF_WHOLE_TENSORS), strict=False):

@@ -85,6 +85,7 @@ def by_total(params: Params) -> torch.optim.Optimizer:
 FACTORIES = [by_position, last_faster, first_without_decay, by_total]
 
 
+@pytest.mark.slow
 @along(3, strategy=PLANS, factory=FACTORIES)
 def test_options_by_position_are_those_of_one_process(strategy: str, factory: Any) -> None:
     model, program = made(strategy)

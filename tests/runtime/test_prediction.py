@@ -90,6 +90,7 @@ NESTED = {
 }
 
 
+@pytest.mark.slow
 @sampled("strategy", NESTED, one_in=7)
 def test_nested_outputs_come_back_as_the_model_gives_them(strategy: str) -> None:
     torch.manual_seed(0)
@@ -139,6 +140,7 @@ def first_scores(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return F.cross_entropy(output["scores"][:, 0], target)
 
 
+@pytest.mark.slow
 @along(
     2,
     strategy=["modulo_shard", "hybrid_single", "data_parallel", "layer_separation(n_c=2, n_f=1)"],
@@ -156,6 +158,7 @@ def test_outputs_whose_rows_lie_apart_come_back_in_the_order_of_one_process(kind
             torch.testing.assert_close(got[name], wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("returned", "why"),
     [

@@ -117,6 +117,7 @@ def pieces(plan: Plan, sizes: Sizes, rank: int, turn: int) -> list[tuple[int, in
     return own if scheme == "BK" else [next((p for p in parts if a <= p[0] and p[1] <= b), (a, a)) for a, b in own]
 
 
+@pytest.mark.slow
 @in_one
 @in_pairs(plan=GROUPED, sizes=SIZES, layout=[(0, 1), (1, 3)])
 def test_modulo_gathers_a_turns_examples_and_a_slice_has_ones_own_of_them(

@@ -110,6 +110,7 @@ def test_a_loss_that_is_not_finite_is_told_in_any_of_the_accumulated_batches() -
 # -- the scale of the loss ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @sampled("strategy", LAYOUTS[::-1], one_in=4)
 def test_parameters_are_those_of_torchs_scaler_in_one_process(strategy: str) -> None:
     model, program = mixed(strategy)

@@ -229,6 +229,7 @@ class Gated(nn.Module):
         return scores
 
 
+@pytest.mark.slow
 @sampled("strategy", ["late_multiply", "data_parallel", "hybrid_single"], one_in=3)
 def test_a_rank_without_examples_runs_views_and_regions(strategy: str) -> None:
     model, target = Gated(), torch.tensor([2])

@@ -51,6 +51,7 @@ def token_batch(examples: int) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 10, (examples, 5)), torch.randint(0, 10, (examples,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["data_parallel", "single_device"])
 def test_the_state_has_all_keys_of_the_model_tied_and_unused_ones_too(strategy: str) -> None:
     model = Tied()

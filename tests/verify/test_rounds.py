@@ -39,6 +39,7 @@ def test_local_sgd_trains_as_copies_do_in_one_process(world: int, period: int) -
     assert any("rounds of 2 updates; the plan has rounds of 5" in note for note in result.notes) == (period == 5)
 
 
+@pytest.mark.slow
 def test_rounds_in_float32_begin_with_what_the_ranks_have() -> None:
     result = local(2, dtype=torch.float32).verify(steps=7)
     assert result.holds and result.tolerance == 1e-5 and result.steps == 7, result
@@ -149,6 +150,7 @@ BROKEN_SUBNETS = {
 }
 
 
+@pytest.mark.slow
 @sampled("name", BROKEN_SUBNETS, one_in=4)
 def test_a_subnet_that_is_wrong_is_noticed(name: str) -> None:
     breaks(subnets("normed", 2, insert_norm=False), *BROKEN_SUBNETS[name])

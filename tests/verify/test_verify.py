@@ -114,6 +114,7 @@ RANDOM: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Any]]]
 }
 
 
+@pytest.mark.slow
 @along(1, name=RANDOM, strategy=["data_parallel", SEPARATION, "modulo_shard(mp=2)", "hybrid_single"])
 def test_random_models_train_as_in_one_process(name: str, strategy: str) -> None:
     run, shape, children = RANDOM[name]
@@ -149,6 +150,7 @@ def test_dropout_inside_packed_sequences_is_that_of_one_process(kind: type[nn.RN
     assert holds(result), result
 
 
+@pytest.mark.slow
 @sampled("scheme", ["B", "B/K", "BK"], one_in=3)
 def test_masks_are_those_of_one_process_in_every_microbatch_scheme_and_on_every_shard(scheme: str) -> None:
     def run(m: Any, x: Tensor) -> Tensor:

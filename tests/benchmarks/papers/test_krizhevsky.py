@@ -48,6 +48,7 @@ def exchange(scheme: str, K: int) -> Exchange:
     return Exchange(scheme, EACH, K, 4 * conv_fc_split(splitbrain_vgg()).A)
 
 
+@pytest.mark.slow
 @along(1, scheme=SCHEMES[::-1], K=[2, 4])
 def test_compiled_programs_send_the_bytes_of_a_scheme_in_its_turns(scheme: str, K: int) -> None:
     expected = exchange(scheme, K)

@@ -57,6 +57,7 @@ def fit(samples: Sequence[Sample]) -> Device:
     return fit_rates(samples).device("a core", 1e9, {})
 
 
+@pytest.mark.slow
 def test_a_known_device_comes_back() -> None:
     for overlap in [0.0, 0.5, 1.0]:
         known = device(overlap)

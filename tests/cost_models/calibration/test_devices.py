@@ -36,6 +36,7 @@ def no_progress(text: str) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_every_microbenchmark_has_work_to_do_and_a_name_of_its_own_and_leaves_nothing_behind() -> None:
     spread, seen = microbenchmarks(CPU), set[tuple[str, bool]]()
     assert len({each.what for each in spread}) == len(spread)
@@ -65,6 +66,7 @@ def test_a_backward_of_products_takes_longer_than_its_forward() -> None:
     assert backward.seconds > forward.seconds
 
 
+@pytest.mark.slow
 def test_a_measured_device_explains_its_samples_and_stands_in_a_cluster_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "microbenchmarks", lambda where: quick())
     before = torch.random.get_rng_state()

@@ -142,6 +142,7 @@ def waves(m: Any, x: Tensor) -> Tensor:
     return m.high(torch.fft.rfft(m.low(x)).abs())
 
 
+@pytest.mark.slow
 def test_an_op_that_nobody_knows_is_priced_by_its_bytes_and_the_report_says_so() -> None:
     model = made(waves, low=nn.Linear(8, 8), high=nn.Linear(5, 5))
     program = compiled(model, (torch.randn(4, 8),), torch.arange(4), F.cross_entropy, 2).program

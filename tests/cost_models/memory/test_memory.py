@@ -148,6 +148,7 @@ def test_the_peak_is_there_when_a_round_ends_and_the_next_begins(strategy: str, 
 STATES = [("parameter_server(beside=True)", 2), ("data_parallel", 2), ("modulo_shard(mp=2, scheme=BK)", 0)]
 
 
+@pytest.mark.slow
 @sampled(("strategy", "copies"), STATES, one_in=3)
 def test_the_state_of_an_optimizer_is_exact(strategy: str, copies: int) -> None:
     assert_as_measured(planned(2, strategy), copies)
@@ -229,6 +230,7 @@ def test_gradients_of_earlier_batches_are_there_while_the_next_goes_forward() ->
     assert two.peak == pytest.approx(measured(done, accumulate=2)[0].peak, rel=0.01)
 
 
+@pytest.mark.slow
 def test_updates_in_every_turn_need_the_gradients_of_one() -> None:
     assert_as_measured(planned(2, "modulo_shard(mp=2, scheme=B, updates=every)"))
 

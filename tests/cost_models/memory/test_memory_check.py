@@ -110,6 +110,7 @@ class Wide(nn.Module):
         return self.last(wide.mean(-1))
 
 
+@pytest.mark.slow
 def test_a_plan_that_the_planner_took_for_fitting_is_refused_when_its_step_does_not() -> None:
     given = Wide(), (torch.randn(4, 4),), torch.randint(2, (4,)), F.cross_entropy
     known = analyse(*given)

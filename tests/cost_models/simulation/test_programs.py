@@ -53,6 +53,7 @@ EVERYWHERE = [
 ]
 
 
+@pytest.mark.slow
 @sampled(("k", "world", "asked"), EVERYWHERE, one_in=14, ids=str)
 def test_what_a_program_sends_holds_and_takes_is_what_was_predicted(
     k: int, world: int, asked: Asked, monkeypatch: pytest.MonkeyPatch

@@ -43,6 +43,7 @@ def separated(n_c: int, n_f: int, tied: bool = False, strategy: str = "", **pins
     return compiled(Headed(tied).double(), (x,), y, F.cross_entropy, world, strategy, pins={"trunk": "trunk", **pins})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_c", "n_f"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_layers_of_head_ranks_are_divided_over_their_groups(n_c: int, n_f: int) -> None:
     program = separated(n_c, n_f, a=ROWS, b=Placement(state="batch"), c=COLUMNS)

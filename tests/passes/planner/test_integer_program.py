@@ -57,6 +57,7 @@ def assert_least_memory(problem: Problem) -> None:
         assert fullest_nbytes(problem, found) == pytest.approx(least, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_prices_checks_and_bounds_are_those_of_the_equations() -> None:
     for seed in SEEDS:
         problem = random_problem(seed)

@@ -62,6 +62,7 @@ def test_integer_infeasible_is_infeasible_too() -> None:
     assert model.solve(10).status == "infeasible"
 
 
+@pytest.mark.slow
 def test_a_problem_that_the_time_limit_stopped_is_never_called_optimal() -> None:
     solution = market_split().solve(0.2)
     assert solution.status in ("feasible", "unknown")

@@ -44,6 +44,7 @@ def plan(cluster: Cluster, world: int, strategy: Strategy, memory: float | None 
     return Place(cluster, world, strategy, memory=memory).run(network()).plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "J"), [(2, 10), (4, 1), (8, 10)])
 def test_at_a_low_bandwidth_a_step_takes_what_3_4_says_is_sent(world: int, J: int) -> None:
     """Two all-to-alls of all slices with their momentum, and the loss, in J steps."""

@@ -57,6 +57,7 @@ def test_a_fast_and_a_slow_device_share_a_batch_by_their_speeds() -> None:
     assert plan.samples_per_second > 1.8 * equal.samples_per_second  # twice, but for the optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [1, 3])
 def test_work_and_large_layers_go_where_they_are_fastest_and_fit(fast: int) -> None:
     """The convolutions of `separable` have nearly all there is to compute."""
@@ -126,6 +127,7 @@ def layouts(request: Request, division: Division) -> Iterator[Division]:
     yield from variants(request, division)
 
 
+@pytest.mark.slow
 @sampled("seed", range(24), one_in=12)
 def test_the_search_finds_the_best_of_all_ranks_shares_and_assignments(seed: int) -> None:
     request = unequal_case(seed)

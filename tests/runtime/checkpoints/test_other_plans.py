@@ -91,6 +91,7 @@ def run(strategy: str, first: int, last: int, *arguments: Any, **options: Any) -
     return found[0]
 
 
+@pytest.mark.slow
 @along(1, strategy=list(PLANS)[::2], half=[10, 9])
 def test_twenty_batches_are_some_a_checkpoint_and_the_others_bit_for_bit(
     strategy: str, half: int, tmp_path: Path
@@ -109,6 +110,7 @@ MOVES = [(before, list(PLANS)[(k + 4) % len(PLANS)]) for k, before in enumerate(
 """A checkpoint has one form whatever wrote it: each plan writes one and reads another."""
 
 
+@pytest.mark.slow
 @sampled(("before", "after"), MOVES, one_in=9)
 def test_any_strategy_goes_on_from_any_other(before: str, after: str, tmp_path: Path) -> None:
     expected, state = uninterrupted()

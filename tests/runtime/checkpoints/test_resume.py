@@ -102,6 +102,7 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(strategy: str, tmp_path:
     assert_goes_on(program, batches_of(program), tmp_path, **options)
 
 
+@pytest.mark.slow
 def test_dropout_goes_on_with_the_masks_of_the_steps_to_come(tmp_path: Path) -> None:
     program = compile_net(Net(drop=0.5))
     assert_goes_on(program, [batch_of(program.plan.global_batch) for _ in range(4)], tmp_path)
@@ -260,6 +261,7 @@ def test_what_could_not_be_read_again_is_refused_and_the_last_checkpoint_stays(t
     assert on_workers(small(), lambda worker: worker.resume(tmp_path / "run")) == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "survived"), [("rename", 0), ("rmtree", 0), ("rename", 1), ("rename", 2)])
 def test_a_process_killed_while_it_saves_leaves_the_last_checkpoint_or_the_new_one(
     call: str, survived: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -34,6 +34,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @along(number=[2, 1, 3], asynchronous=[False, True])
 def test_a_run_that_did_not_resume_leaves_the_checkpoints_of_another_alone(
     number: int, asynchronous: bool, tmp_path: Path

@@ -126,6 +126,7 @@ def train(worker: Worker, kind: str, first: int, last: int, folder: Path) -> lis
     return losses
 
 
+@pytest.mark.slow
 @along(1, kind=SCHEDULES, chain=CHAINS)
 def test_rates_of_groups_go_on_under_other_plans(kind: str, chain: tuple[str, ...], tmp_path: Path) -> None:
     expected, got = one_process(kind), []

@@ -312,6 +312,7 @@ def test_a_step_issues_what_the_checker_has_proved_in_that_order(place: Where, o
         assert sent == 2 * [sum(int(op.sent) for op in proved)], f"rank {rank}"
 
 
+@pytest.mark.slow
 def test_between_the_batches_of_an_update_nothing_is_pulled_or_pushed() -> None:
     program = served(ConvNet(), (0, 1), (2,))
     batch = batch_of(8)
@@ -366,6 +367,7 @@ def on_ranks_0_and_1(servers: tuple[int, ...] = (2,)) -> CompiledProgram:
 # -- broken on purpose -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("servers", "verb"), [((2,), "pull"), ((0, 1), "push"), ((2,), "push")])
 def test_a_dropped_pull_or_push_is_named(servers: tuple[int, ...], verb: str) -> None:
     program = on_ranks_0_and_1(servers).program

@@ -49,6 +49,7 @@ def test_a_dataset_is_read_in_epochs_each_in_an_order_of_its_own() -> None:
     assert not torch.equal(epochs[0], epochs[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [None, f"{HERE}:dataset", "tests.support.launched:batches"])
 def test_a_resumed_run_goes_on_behind_the_batches_that_were_trained_on(data: str | None, tmp_path: Path) -> None:
     def train(worker: Worker, steps: int, at: int) -> list[float]:

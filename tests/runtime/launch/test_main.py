@@ -66,6 +66,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_build_trains_on_the_users_data_as_one_process_and_its_saved_state_loads_into_the_model(
     build: Path, tmp_path: Path

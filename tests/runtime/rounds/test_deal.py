@@ -26,6 +26,7 @@ def test_the_deal_of_a_run_that_is_resumed_is_the_same() -> None:
     assert deal(3, 5, "fc1", 11, 3) == ((3, 5, 8, 9), (2, 4, 7, 10), (0, 1, 6))
 
 
+@pytest.mark.slow
 @in_one
 @pytest.mark.parametrize(("neurons", "ranks"), [(8, 2), (9, 4), (12, 3)])
 def test_a_neuron_is_on_each_rank_as_often_and_independently_of_another_layer(neurons: int, ranks: int) -> None:

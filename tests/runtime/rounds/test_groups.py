@@ -117,6 +117,7 @@ def test_layers_that_share_a_parameter_stay_in_one_role() -> None:
         specialise(known("tied")[1], Settings(4, cluster=CLUSTER), apart)
 
 
+@pytest.mark.slow
 def test_groups_have_an_outer_optimizer_and_fragments_too() -> None:
     sizes = [3, 4, 5, 2]
     batches = [batch_of(14) for _ in range(6)]
@@ -164,6 +165,7 @@ def test_what_groups_cannot_do_is_refused() -> None:
 # -- through a server --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "world", "units"),
     [

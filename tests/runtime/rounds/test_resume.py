@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,6 +47,7 @@ def own(worker: Worker, whole: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return part_of(worker, whole, [b - a for a, b in pairwise(worker.rank.spec.batch_offsets)])
 
 
+@pytest.mark.slow
 @along(1, strategy=STRATEGIES, before=[5, 3, 4, 5], optimizer=[adam, sgd, adam])
 def test_saving_and_exporting_end_a_round_and_training_goes_on_from_there(
     strategy: str, before: int, optimizer: Any, tmp_path: Path

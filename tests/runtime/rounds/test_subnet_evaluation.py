@@ -42,6 +42,7 @@ def with_statistics(model: nn.Module, sample: list[Tensor]) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @along(1, name=list(NETWORKS)[::-1], world=[3, 2, 1])
 def test_the_whole_model_is_evaluated_and_saved_with_statistics_of_the_last_batches(name: str, world: int) -> None:
     torch.manual_seed(0)

@@ -116,6 +116,7 @@ def agrees(
     return expected
 
 
+@pytest.mark.slow
 @along(1, name=list(NETWORKS)[::-1], world=[3, 2, 4, 1])
 def test_subnets_train_as_the_paper_says(name: str, world: int) -> None:
     torch.manual_seed(world)
@@ -182,10 +183,12 @@ def test_norms_of_gradients_are_those_of_a_subnet() -> None:
     assert free.losses != clipped.losses
 
 
+@pytest.mark.slow
 def test_sizes_of_batches_weigh_what_is_averaged_and_they_are_accumulated_to_updates() -> None:
     agrees(skipped(7), 3, 2, adam, sizes=[4, 9, 2], accumulate=2)
 
 
+@pytest.mark.slow
 def test_an_optimizer_whose_state_does_not_begin_with_zero_is_refused() -> None:
     network = chain(7, 5)
     x, y = torch.randn(6, INPUTS), torch.randint(0, CLASSES, (6,))

@@ -63,6 +63,7 @@ FUNCTIONS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 def test_each_is_distributed_as_torchs_own_and_is_the_same_again() -> None:
     for name, function in FUNCTIONS.items():
         torch.manual_seed(0)

@@ -321,6 +321,7 @@ def test_processes_do_what_simulated_ranks_do(tmp_path: Path) -> None:
             assert seen == expected[rank]
 
 
+@pytest.mark.slow
 def test_the_exercise_itself_is_right() -> None:
     seen = run_ranks(WORLD, exercise)[2]
     assert seen["a transposed message round the ring"] == [[10, 13], [11, 14], [12, 15]]
@@ -422,6 +423,7 @@ def test_a_start_with_another_number_of_ranks_names_both(torchrun: Callable[...,
     caught.match("compiled for 4 ranks, but WORLD_SIZE is 2; run: torchrun .* 4 ")
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_in_time_are_a_launch_error(torchrun: Callable[..., None]) -> None:
     torchrun(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     with pytest.raises(LaunchError, match=r"rank 1 of 2 did not find .*127\.0\.0\.1:1 within 1 s"):
