@@ -270,7 +270,7 @@ def test_the_peak_may_be_in_the_update(copies: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["parameter_server(beside=True)", "modulo_shard(mp=2, scheme=B/K)"])
+@pytest.mark.parametrize("strategy", ["modulo_shard(mp=2, scheme=B/K)"])
 def test_processes_have_the_peak_that_was_predicted(strategy: str, tmp_path: Path) -> None:
     done = program("alexnet", strategy)
     for memory, real in zip(memory_of_all(done.program), in_processes(done, tmp_path), strict=True):

@@ -49,12 +49,13 @@ CLUSTERS = [
     toy(unlike=(Unlike((1,), DEVICE.scaled(0.1), toy().link), Unlike((2,), DEVICE, Link(1e5, 1e-4)))),
 ]
 EVERYWHERE = [
-    (k, world, asked) for k, (world, asked) in enumerate((w, a) for w in (4, 3, 2) for a in every_strategy(w))
+    (k, world, asked)
+    for k, (world, asked) in enumerate((w, a) for w in (4, 3, 2) for a in every_strategy(w)[w % 3 :: 3])
 ]
 
 
 @pytest.mark.slow
-@sampled(("k", "world", "asked"), EVERYWHERE, one_in=14, ids=str)
+@sampled(("k", "world", "asked"), EVERYWHERE, one_in=8, ids=str)
 def test_what_a_program_sends_holds_and_takes_is_what_was_predicted(
     k: int, world: int, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
