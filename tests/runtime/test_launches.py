@@ -1,0 +1,73 @@
+"""How many kernels a step would launch on a GPU, beside one process that trains the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support import launches as counting
+from tests.support.compiled import compiled
+from tests.support.launches import Launches, launches, of_step
+
+LAYERS = 10
+
+
+def foreach(parameters: Any) -> torch.optim.Optimizer:
+    """As on a GPU, where it is the default."""
+    return torch.optim.SGD(parameters, lr=0.1, foreach=True)
+
+
+def convolutions() -> nn.Sequential:
+    """Ten times convolution, BatchNorm, ReLU, and a linear layer."""
+    blocks = [(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(LAYERS)]
+    return nn.Sequential(*(layer for block in blocks for layer in block), nn.Flatten(), nn.Linear(4 * 36, 5))
+
+
+def eager(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> int:
+    """Launches of an update in one process."""
+    optimizer = foreach(model.parameters())
+
+    def step() -> None:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return launches(step).number
+
+
+def test_a_step_of_data_parallel_launches_what_one_process_does_and_ten_more() -> None:
+    model, x, y = convolutions(), torch.randn(4, 4, 6, 6), torch.randint(5, (4,))
+    program = compiled(model, (x,), y, F.cross_entropy, 2, "data_parallel")
+    found = of_step(program, optimizer=foreach).number
+    assert (eager(model, x, y), found) == (80, 89)  # a bucket to fill, a loss to scale and to sum
+
+
+def test_views_and_allocations_launch_nothing_and_a_foreach_op_launches_once() -> None:
+    many = [torch.ones(3, 4) for _ in range(5)]
+
+    def run() -> None:
+        torch._foreach_mul_(many, 2.0)
+        torch.empty(7)
+        many[0].t().reshape(-1)  # a copy
+        many[1].view(12).split(4)
+
+    found = launches(run)
+    assert found.ops == {"_foreach_mul": 1, "clone": 1}
+    assert found.nbytes == 2 * 5 * 48 + 2 * 48
+
+
+def test_an_op_of_ours_launches_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(3)
+    with torch.library._scoped_library("splitc", "FRAGMENT") as library:
+        library.define("twice_of_test(Tensor x, int n) -> Tensor")
+        library.impl("twice_of_test", lambda x, n: (x * 2).relu().exp(), "CPU")
+        cost = SimpleNamespace(launches=1, nbytes=lambda x, n: 2 * x.nbytes * n)
+        monkeypatch.setattr(counting, "declared", lambda: {"twice_of_test": cost})
+        found = launches(lambda: torch.ops.splitc.twice_of_test(x, 5))
+        assert (found.ops, found.nbytes) == ({"twice_of_test": 1}, 120)
+        with Launches({}), pytest.raises(AssertionError, match="splitc::twice_of_test is not in KERNELS of"):
+            torch.ops.splitc.twice_of_test(x, 5)

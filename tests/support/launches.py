@@ -1,0 +1,96 @@
+"""Count the launches of a step: the kernels that a GPU would start for it, and the bytes that they read and write.
+
+One op that torch dispatches counts as one launch, a foreach or fused op of many tensors too (on a GPU it is one for
+each hundred of them).  Views and memory that is only set aside count nothing.  What an op of ours launches its module
+says, in `KERNELS`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from splitc.compiled import CompiledProgram
+from splitc.cost_models.compute.op_bytes import bytes_accessed, name_of
+from splitc.cost_models.memory.null_transport import NullTransport
+from splitc.runtime.launch.feed import synthetic
+from splitc.runtime.worker import Worker
+from tests.support.ranks import sgd, worker_of
+
+OURS = "splitc::"
+DECLARED = "splitc.runtime.seeded.kernels"
+"""The module whose `KERNELS` has, for each op of ours, `launches` and `nbytes`, numbers or functions of arguments."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is dispatched in this thread while it is entered.
+
+    ops: name of an op -> its launches.  nbytes: of all of them.  kernels: name of an op of ours -> what it declares.
+    Raises AssertionError for an op of ours that declares nothing.
+    """
+
+    def __init__(self, kernels: Mapping[str, Any] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: Counter[str] = Counter()
+        self.nbytes = 0.0
+        self._kernels = declared() if kernels is None else kernels
+
+    @property
+    def number(self) -> int:
+        return self.ops.total()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name, nbytes = name_of(func), bytes_accessed(func, args, kwargs or {}, out)
+        if name.startswith(OURS):
+            name = name.removeprefix(OURS)
+            assert name in self._kernels, f"{OURS}{name} is not in KERNELS of {DECLARED}"
+            cost = self._kernels[name]
+            self.ops[name] += int(_number(cost.launches, args, kwargs))
+            self.nbytes += _number(cost.nbytes, args, kwargs)
+        elif nbytes is not None:
+            self.ops[name] += 1
+            self.nbytes += nbytes
+        return out
+
+
+def _number(declared: Any, args: Any, kwargs: Any) -> float:
+    return float(declared(*args, **(kwargs or {})) if callable(declared) else declared)
+
+
+def declared() -> Mapping[str, Any]:
+    """What our ops declare; nothing where there are none."""
+    if importlib.util.find_spec(DECLARED) is None:
+        return {}
+    kernels: Mapping[str, Any] = importlib.import_module(DECLARED).KERNELS
+    return {name.removeprefix(OURS): cost for name, cost in kernels.items()}
+
+
+def launches(run: Callable[[], object]) -> Launches:
+    """What a call launches."""
+    with Launches() as counted:
+        run()
+    return counted
+
+
+def of_step(program: CompiledProgram, rank: int = 0, optimizer: Any = sgd, **options: Any) -> Launches:
+    """What the second step of a rank launches, whose messages launch nothing."""
+    with alone(program, rank, optimizer, **options) as worker:
+        batches = synthetic(worker.rank.spec)
+        worker.step(*next(batches))
+        batch = next(batches)
+        return launches(lambda: worker.step(*batch))
+
+
+@contextmanager
+def alone(program: CompiledProgram, rank: int, optimizer: Any, **options: Any) -> Iterator[Worker]:
+    """The worker of a rank whose peers are silent: what it sends is dropped, what it receives is there at once."""
+    transport = NullTransport(rank, program.plan, lambda tensors: None)
+    with torch.random.fork_rng():
+        yield worker_of(program, transport, optimizer, **options)
