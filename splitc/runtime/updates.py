@@ -77,8 +77,8 @@ class Updates:
         """
         gradients = [gradient for _, gradient in self.state.trained_gradients()] if is_last else []
         for divisor in (self.accumulate, self.loss_scale):
-            for gradient in gradients if divisor != 1 else ():
-                gradient /= divisor
+            for group in _by_dtype(gradients) if divisor != 1 else ():
+                torch._foreach_div_(group, divisor)
         self.total, wrong = None, False
         if self.check_finite or (self.scale and is_last):
             flags = torch.stack([~loss.isfinite().to(self.state.transport.device), self._overflows(gradients)]).float()
@@ -93,8 +93,10 @@ class Updates:
         return wrong
 
     def _overflows(self, gradients: list[Tensor]) -> Tensor:
-        found = [~gradient.isfinite().all() for gradient in gradients]
-        return torch.stack(found).any() if found else torch.tensor(False, device=self.state.transport.device)
+        parts = [torch.view_as_real(each) if each.is_complex() else each for each in gradients if each.numel()]
+        found = [largest for group in _by_dtype(parts) for largest in torch._foreach_norm(group, math.inf)]
+        every = torch.stack(found) if found else torch.zeros(1, device=self.state.transport.device)
+        return ~every.isfinite().all()
 
     def norm(self) -> Tensor:
         """The norm of the last update's gradients, before they were clipped.  Collective where it is not known."""
@@ -127,9 +129,9 @@ def norm(transport: Transport, counted: Iterable[Tensor], ranks: tuple[int, ...]
 
     counted: those that this rank adds to the norm; each parameter counts on one rank only.
     """
-    square = torch.zeros((), dtype=torch.float64, device=transport.device)
-    for gradient in counted:
-        square += gradient.abs().double().square().sum()
+    norms = [own for group in _by_dtype(counted) for own in torch._foreach_norm(_slices(group), 2, _double(group[0]))]
+    every = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=transport.device)
+    square = every.dot(every)
     transport.all_reduce(square, ranks).wait()
     return square.sqrt()
 
@@ -137,5 +139,25 @@ def norm(transport: Transport, counted: Iterable[Tensor], ranks: tuple[int, ...]
 def clip(gradients: Sequence[Tensor], total: Tensor, limit: float) -> None:
     """Scale gradients, whose norm is `total`, so that it is at most `limit`."""
     scale = (limit / (total + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.dtype))
+    for group in _by_dtype(gradients):
+        torch._foreach_mul_(group, scale.to(group[0].dtype))
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those of each dtype, which a GPU computes in one launch."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    return list(found.values())
+
+
+def _double(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def _slices(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors; on the CPU, where a norm in float64 makes a copy, slices of rows of about a million numbers."""
+    if tensors[0].device.type != "cpu":
+        return tensors
+    rows = {each: max(1, len(each) * 2**20 // each.numel()) for each in tensors if each.numel() > 2**20}
+    return [part for each in tensors for part in (each.split(rows[each]) if each in rows else [each])]

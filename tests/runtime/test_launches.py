@@ -46,6 +46,19 @@ def test_a_step_of_data_parallel_launches_what_one_process_does_and_ten_more() -
     assert (eager(model, x, y), found) == (80, 89)  # a bucket to fill, a loss to scale and to sum
 
 
+def test_what_happens_to_gradients_launches_as_much_for_many_parameters_as_for_few() -> None:
+    x, y = torch.randn(4, 4, 6, 6), torch.randint(5, (4,))
+    models = convolutions(), convolutions()[-2:]
+    programs = [compiled(model, (x,), y, F.cross_entropy, 2, "data_parallel") for model in models]
+    plain = [of_step(program, optimizer=foreach).ops for program in programs]
+    for asked, ops in (({"clip_norm": 1.0}, 2), ({"check_finite": True}, 1)):
+        many, few = (of_step(p, optimizer=foreach, **asked).ops - q for p, q in zip(programs, plain, strict=True))
+        assert many == few
+        of_gradients = sum(n for name, n in many.items() if name.startswith("_foreach"))
+        assert of_gradients == ops and many.total() <= 16, "the others are of single numbers"
+    assert of_step(programs[0], optimizer=foreach, accumulate=2).ops["_foreach_div"] == 1
+
+
 def test_views_and_allocations_launch_nothing_and_a_foreach_op_launches_once() -> None:
     many = [torch.ones(3, 4) for _ in range(5)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.compiled import CompiledProgram
+from splitc.cost_models.memory.live_storage import HELD, LiveStorage
 from splitc.errors import LaunchError, NonFiniteError
-from splitc.runtime.updates import LossScale
+from splitc.runtime.updates import LossScale, Updates, clip, norm
 from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.every_strategy import analysed, images, planned
-from tests.support.ranks import STRATEGIES, assert_same, batches_for, on_workers, part_of, plain, sgd
+from tests.support.ranks import STRATEGIES, assert_same, batches_for, on_ranks, on_workers, part_of, plain, sgd
 from tests.support.sampling import along, sampled
 
 LAYOUTS = ["data_parallel", "layer_separation(n_c=2, n_f=1)", "modulo_shard(mp=3,scheme=B/K)", "parameter_server"]
@@ -50,6 +52,42 @@ def test_the_norm_is_that_of_one_process_before_clipping(strategy: str, limit: f
     expected = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
     for found in on_workers(program, run, clip_norm=limit):
         assert found == pytest.approx([expected, expected], rel=1e-5)
+
+
+def test_a_norm_is_in_float64_without_a_copy_of_a_gradient_and_clipping_keeps_their_dtypes() -> None:
+    """Also of a layer whose gradient is a view in another order, of complex, of small and of no numbers."""
+    random = torch.Generator().manual_seed(3)
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+    gradients = [torch.randn(7, 3, 2, 2, generator=random).to(dtype) for dtype in dtypes]
+    gradients += [torch.randn(3000, 1000, generator=random).t(), torch.zeros(0), torch.tensor(5.0)]
+    expected = sum(float(g.abs().double().square().sum()) for g in gradients) ** 0.5
+    before, kept = [g.clone() for g in gradients], LiveStorage()
+    total = torch.empty(())
+
+    def run(transport: Any) -> None:
+        nonlocal total
+        kept.mark(gradients, HELD)
+        with kept:
+            total = norm(transport, gradients, (0,))
+            clip(gradients, total, 2.0)
+
+    on_ranks(1, run)
+    assert kept.peak - kept.most[HELD] < 20_000
+    assert total.dtype == torch.float64 and float(total) == pytest.approx(expected, rel=1e-12)
+    for after, given in zip(gradients, before, strict=True):
+        torch.testing.assert_close(after, given * (2.0 / (expected + 1e-6)))
+    assert float(norm(on_ranks(1, lambda transport: transport)[0], [], (0,))) == 0
+
+
+def test_overflows_are_found_in_any_dtype_and_place() -> None:
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+    good = [torch.full((3, 2), torch.finfo(dtype).max, dtype=dtype) for dtype in dtypes] + [torch.zeros(0)]
+    updates = Updates(None, 1, None, True, None)  # type: ignore[arg-type]
+    assert not updates._overflows(good)
+    for k, bad in product(range(len(dtypes)), (float("inf"), float("-inf"), float("nan"))):
+        gradients = [each.clone() for each in good]
+        gradients[k][2, 1] = bad
+        assert updates._overflows(gradients), (k, bad)
 
 
 # -- what is not finite ------------------------------------------------------------------------------------------------
