@@ -113,12 +113,43 @@ def state_by_name(optimizer: optim.Optimizer, named: Named) -> dict[str, Any]:
     return {"state": {names[p]: dict(own) for p, own in optimizer.state.items()}, "param_groups": groups}
 
 
-def load_by_name(optimizer: optim.Optimizer, named: Named, saved: Mapping[str, Any]) -> None:
-    """Load what `state_by_name` returned, bit for bit, where torch's load_state_dict may change dtypes."""
+def load_by_name(
+    optimizer: optim.Optimizer, named: Named, saved: Mapping[str, Any], kinds: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Load what `state_by_name` returned, bit for bit, where torch's load_state_dict may change dtypes.
+
+    kinds: name -> key -> the kind of device that a tensor was on.
+    """
     for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        group.update({**options, "params": group["params"]})
+        set_options(group, options)
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()
-    optimizer.state.update({parameter: saved["state"][name] for name, parameter in named if name in saved["state"]})
+    for name, parameter in named:
+        for key, value in (state := dict(saved["state"].get(name, {}))).items():
+            if isinstance(value, Tensor):
+                was = kinds[name].get(key, "cpu")
+                state[key] = value.to(device_of_state(groups[parameter], parameter, key, value.dim(), was))
+        if name in saved["state"]:
+            optimizer.state[parameter] = state
+
+
+def set_options(group: MutableMapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Give a group these options; what is a tensor, such as a rate, on the device of the one that it replaces."""
+    for key, value in options.items():
+        if key != "params":
+            both = isinstance(value, Tensor) and isinstance(group.get(key), Tensor)
+            group[key] = value.to(group[key].device) if both else value
+
+
+def device_of_state(
+    group: Mapping[str, Any], parameter: nn.Parameter, key: str, dims: int, was: str = "cpu"
+) -> torch.device:
+    """Where an optimizer has a tensor of a parameter's state: beside it, but for counters that were on the CPU.
+
+    dims: of the tensor.  was: the kind of device that it was on.
+    """
+    counts = dims == 0 and was == "cpu" and (parameter.dim() > 0 or key == "step")
+    return torch.device("cpu") if counts and not (group.get("fused") or group.get("capturable")) else parameter.device
 
 
 # -- trial -------------------------------------------------------------------------------------------------------------

@@ -62,12 +62,12 @@ class Contents:
         """Where a checkpoint has a tensor of a stage."""
         return "model" if self.state.first_name(name) in self.state.first_names else "other"
 
-    def optimized(self) -> Iterator[tuple[optim.Optimizer, str, nn.Parameter]]:
-        """Optimizer, name and parameter of all that this rank updates."""
+    def optimized(self) -> Iterator[tuple[optim.Optimizer, Mapping[str, Any], str, nn.Parameter]]:
+        """Optimizer, group, name and parameter of all that this rank updates."""
         names = {parameter: name for name, parameter in self.state.trained}
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
-                yield from ((optimizer, names[p], p) for p in group["params"])
+                yield from ((optimizer, group, names[p], p) for p in group["params"])
 
     # -- collect -------------------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class Contents:
         return {**full, "optimizer": dict(self._optimizer_pieces()), "ranks": own}
 
     def _optimizer_pieces(self) -> Iterator[tuple[str, dict[str, Piece]]]:
-        for optimizer, name, parameter in self.optimized():
+        for optimizer, _, name, parameter in self.optimized():
             if self.state.is_writer(name):
                 tensors = {k: t for k, t in optimizer.state[parameter].items() if isinstance(t, Tensor) and t.numel()}
                 yield (
@@ -104,7 +104,7 @@ class Contents:
         Beside the options of a group: whether this rank has parameters of it.
         """
         numbers: dict[str, dict[str, Any]] = {}
-        for optimizer, name, parameter in self.optimized():
+        for optimizer, _, name, parameter in self.optimized():
             if self.state.is_writer(name):
                 kept = numbers[self.state.first_name(name)] = dict(optimizer.state[parameter])
                 kept.update({k: v.device.type if isinstance(v, Tensor) else (v,) for k, v in kept.items()})

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..features import FEATURES
-from ..optimizers import load_by_name
+from ..optimizers import device_of_state, load_by_name, set_options
 from ..parameter_groups import Groups
 from ..transport.base import describe
 from ..weights import named_tensors
@@ -78,13 +78,13 @@ def restore(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Mapping[str,
         optimizer.state.clear()
     for each in {*own.optimizers.values(), own.scheduled} if run["options"] else ():
         for group, options in zip(each.param_groups, run["options"], strict=True) if each else ():
-            group.update(options)
-    for optimizer, name, parameter in list(own.optimized()):
+            set_options(group, options)
+    for optimizer, group, name, parameter in list(own.optimized()):
         if kept := run["numbers"].get(state.first_name(name)):
-            optimizer.state[parameter] = dict(_optimizer_state(own, saved, name, parameter, kept))
+            optimizer.state[parameter] = dict(_optimizer_state(own, saved, name, parameter, kept, group))
     if alone is None:
         return dict(run["objects"])
-    _restore_alone(own, alone)
+    _restore_alone(own, alone, run["numbers"])
     return dict(alone["objects"])
 
 
@@ -98,9 +98,9 @@ def _stage_pieces(own: Contents) -> dict[str, Piece]:
 
 
 def _optimizer_state(
-    own: Contents, saved: Saved, name: str, parameter: nn.Parameter, kept: Mapping[str, Any]
+    own: Contents, saved: Saved, name: str, parameter: nn.Parameter, kept: Mapping[str, Any], group: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """The state of a parameter; kept: its numbers, and where its tensors were.
+    """The state of a parameter of a group; kept: its numbers, and where its tensors were.
 
     What has the shape of the whole parameter is divided as that is; anything else is whole on every rank.
     """
@@ -113,17 +113,20 @@ def _optimizer_state(
         if (like := saved.like(full)) is None:  # without elements
             yield key, torch.zeros_like(parameter)
             continue
-        device = parameter.device if value != "cpu" or like.shape == parameter.shape else torch.device("cpu")
-        divided = like.shape == whole and parameter.dim() > 0
+        divided, device = (
+            like.shape == whole and parameter.dim() > 0,
+            device_of_state(group, parameter, key, like.dim(), value),
+        )
         tensor = torch.empty(parameter.shape if divided else like.shape, dtype=like.dtype, device=device)
         if tensor.numel():
             saved.read({full: own.piece(name, tensor) if divided else Piece(tensor)})
         yield key, tensor
 
 
-def _restore_alone(own: Contents, alone: Mapping[str, Any]) -> None:
-    """Take over what only this rank of the same plan needs."""
-    tensors = named_tensors(own.state.stage)
+def _restore_alone(own: Contents, alone: Mapping[str, Any], numbers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Take over what only this rank of the same plan needs.  numbers: also where the optimizers' tensors were."""
+    tensors, trained = named_tensors(own.state.stage), own.state.trained
+    kinds = {name: numbers.get(own.state.first_name(name), {}) for name, _ in trained}
     with torch.no_grad():
         for name, value in alone["tensors"].items():
             tensors[name].copy_(value)
@@ -131,9 +134,9 @@ def _restore_alone(own: Contents, alone: Mapping[str, Any]) -> None:
         tensors[name].grad = value.to(tensors[name].device)
     for role, optimizer in own.optimizers.items():
         if role in alone["optimizers"]:
-            load_by_name(optimizer, own.state.trained, alone["optimizers"][role])
+            load_by_name(optimizer, trained, alone["optimizers"][role], kinds)
         for group, options in zip(optimizer.param_groups, alone["groups"][role], strict=True):
-            group.update({**options, "params": group["params"]})
+            set_options(group, options)
     for feature in (each for each in own.features if each.item):
         feature.load_state_dict(alone[feature.item])
     set_random_state(alone["random"])
