@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -71,6 +72,12 @@ class Rank:
         """The tensors of a batch on this rank's device."""
         device = self.transport.device
         return tuple(tensor.to(device, non_blocking=device.type == "cuda") for tensor in batch)
+
+    @cached_property
+    def by_hosts(self) -> Transport:
+        """A transport on the CPU for what hosts alone exchange, which waits for no GPU.  Collective when first used."""
+        own = self.transport
+        return own if own.device.type == "cpu" else own.side_group() or own
 
     def comm(self, role: str) -> RoleComm:
         """The communicator of a role."""

@@ -154,19 +154,23 @@ def schedule_of(value: Any) -> str:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of the process's generators, on which a dataset's own random numbers may depend."""
+    """The state of the process's generators, and of its GPU's, on which a dataset's own random numbers may depend."""
     numpy = sys.modules.get("numpy")
     version, words, normal = random.getstate()
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(words), normal]}
     if numpy is not None:
         name, state, *rest = numpy.random.get_state()
         found["numpy"] = [name, torch.from_numpy(state.astype("int64")), *rest]
+    if torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
     return found
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set what `random_state` returned."""
+    """Set what `random_state` returned; what it has of a GPU, or has not, where both runs compute on one."""
     torch.set_rng_state(state["torch"])
+    if torch.cuda.is_initialized() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
     version, words, normal = state["python"]
     random.setstate((version, tuple(words.tolist()), normal))
     if (numpy := sys.modules.get("numpy")) is not None and "numpy" in state:

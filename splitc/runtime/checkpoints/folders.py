@@ -30,6 +30,9 @@ with suppress(ImportError):  # of Unix alone
     import fcntl
 
 METADATA = ".metadata"
+AT_ONCE = 1 << 26
+"""Bytes of a file that travel in one message."""
+
 _STEP = re.compile(r"step-(\d{6,})(?:\.old)?")
 _REMOVED = re.compile(rf"{_STEP.pattern}|step-\d+\.\w+\.partial")
 _OURS = re.compile(rf"{_REMOVED.pattern}|step-\d+\.superseded|\.disk-\w+")
@@ -129,12 +132,14 @@ class Disks:
         if transport.rank == src:
             nbytes = path.stat().st_size
             transport.isend(torch.tensor([nbytes]), dst).wait()
-            transport.isend(torch.from_file(str(path), size=nbytes, dtype=torch.uint8), dst).wait()
+            for part in torch.from_file(str(path), size=nbytes, dtype=torch.uint8).split(AT_ONCE):
+                transport.isend(part, dst).wait()
         elif transport.rank == dst:
             size, aside = torch.zeros(1, dtype=torch.int64), path.with_name(f"{path.name}.partial")
             transport.irecv(size, src).wait()
             path.parent.mkdir(exist_ok=True)
-            transport.irecv(torch.from_file(str(aside), True, int(size), dtype=torch.uint8), src).wait()
+            for part in torch.from_file(str(aside), True, int(size), dtype=torch.uint8).split(AT_ONCE):
+                transport.irecv(part, src).wait()
             aside.replace(path)
 
 

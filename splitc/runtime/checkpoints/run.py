@@ -13,6 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import LaunchError
 from ..transport.base import Transport
 from ..whole_state import attempt
@@ -54,8 +56,10 @@ class Checkpoints:
             raise LaunchError(f"keep={keep!r}: give the number of checkpoints to keep, at least 1")
         self.wait()
         if asynchronous and self._writer is None:
-            self._side_group, self._writer = self._transport.side_group(), ThreadPoolExecutor(1, "checkpoint")
-        disks = self._disks[folder] = self._disks.get(folder) or find_disks(self._transport, folder)
+            self._side_group, device = self._transport.side_group(), self._transport.device
+            begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+            self._writer = ThreadPoolExecutor(1, "checkpoint", begin)
+        disks = self._disks[folder] = self._disks.get(folder) or find_disks(self._contents.rank.by_hosts, folder)
         self._run = disks.run = self._run or disks.run
         self._known.add((disks.run, disks.start))
         disks.known = self._known
@@ -88,7 +92,7 @@ class Checkpoints:
         at = re.fullmatch(r"step-(\d+)", folder.name)
         folder = folder.parent if at else folder
         there = any(self._transport.all_gather_objects(folder.is_dir()))
-        found = newest(find_disks(self._transport, folder), int(at[1]) if at else None) if there else None
+        found = newest(find_disks(self._contents.rank.by_hosts, folder), int(at[1]) if at else None) if there else None
         if found is None:
             raise LaunchError(f"{folder} has no checkpoint{f' after step {int(at[1])}' if at else ''}")
         path, passed = found

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from splitc.runtime.checkpoints import folders
+from splitc.runtime.checkpoints.contents import random_state, set_random_state
+from splitc.runtime.checkpoints.piece import packed, unpacked
 from splitc.runtime.optimizers import device_of_state, load_by_name, set_options, state_by_name
+from splitc.runtime.transport.mailbox import Mailbox
+from splitc.runtime.transport.simulated import SimulatedTransport
+from splitc.runtime.worker import Worker
+from tests.runtime.checkpoints.test_resume import assert_equal, batches_of, small, steps
+from tests.support.ranks import on_workers
+from tests.support.run_state import run_state
 
 GPU = torch.device("meta")
 
@@ -54,3 +66,69 @@ def test_what_is_no_counter_is_beside_its_parameter_whatever_its_shape() -> None
     assert device_of_state({}, parameter, "row", 1, "cpu") == GPU
     assert device_of_state({}, parameter, "mu_product", 0, "cpu").type == "cpu"
     assert device_of_state({"fused": True}, parameter, "step", 0, "cpu") == GPU
+
+
+def test_a_gpus_generator_is_saved_and_set_where_both_runs_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    without, given = random_state(), torch.arange(16, dtype=torch.uint8)
+    set_states: list[Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: given)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", set_states.append)
+    saved = unpacked(packed(random_state()))
+    assert torch.equal(saved["cuda"], given)
+    set_random_state(without)  # of the CPU, or of an older version
+    assert not set_states
+    set_random_state(saved)
+    assert [torch.equal(each, given) for each in set_states] == [True]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    set_random_state(saved)
+    assert len(set_states) == 1
+
+
+def test_the_thread_that_writes_is_on_the_ranks_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: begun.append((threading.current_thread().name[:10], device))
+    )
+
+    def run(worker: Worker) -> None:
+        transport: Any = worker.rank.transport
+        transport.device, transport.side_group = torch.device("cuda", 1), lambda: transport
+        worker.save(tmp_path, asynchronous=True)
+        worker.close()
+
+    on_workers(small("data_parallel", 1), run)
+    assert begun == [("checkpoint", torch.device("cuda", 1))]
+
+
+def test_files_of_a_gpus_rank_travel_between_hosts_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(folders, "AT_ONCE", 1000)
+    beside, program = Mailbox(2, None), small("data_parallel", 2)
+
+    def on_gpus(worker: Worker) -> Path:
+        """The worker's folder; from now on its transport is that of a GPU, and has another one beside it."""
+        transport: Any = worker.rank.transport
+        side: Any = SimulatedTransport(beside, transport.rank)
+        send = side._isend
+        transport.device, transport.side_group = torch.device("cuda", transport.rank), lambda: side
+        transport._isend = transport._irecv = lambda *_: pytest.fail("a file on its way to a GPU")
+        side._isend = lambda tensor, *route: (sizes.append(tensor.nbytes), send(tensor, *route))[1]
+        return tmp_path / str(transport.rank)
+
+    def saved(worker: Worker) -> Any:
+        steps(worker, batches_of(program, 2))
+        worker.save(on_gpus(worker))
+        return run_state(worker)
+
+    expected = on_workers(program, saved)
+    assert max(sizes) == 1000 < sum(sizes)
+    sizes.clear()
+    shutil.rmtree(tmp_path / "1")
+
+    def resumed(worker: Worker) -> Any:
+        worker.resume(on_gpus(worker))
+        return run_state(worker)
+
+    assert_equal(on_workers(program, resumed), expected)
+    assert max(sizes) == 1000 < sum(sizes)
