@@ -64,15 +64,22 @@ class Rates:
     conv_launch: float
     overlap: float
 
-    def device(self, name: str, memory: float, others: Mapping[str, float]) -> Device:
-        """The device with these rates in float32.  others: the FLOP/s of matrix products in other dtypes."""
-        peak, bandwidth = max(self.flop_rates.values()), max(self.bandwidths.values())
-        efficiency = {op: rate / peak for op, rate in self.flop_rates.items()}
+    def device(self, name: str, memory: float, others: Mapping[str, float], tf32: bool = False) -> Device:
+        """The device with these rates in float32.  others: the FLOP/s of matrix products in other dtypes.
+
+        tf32: the convolutions were timed in TF32, so their part of the float32 peak would hold in no other dtype.
+        """
+        conv = {op: rate for op, rate in self.flop_rates.items() if tf32 and op.startswith("conv")}
+        if conv:
+            others = {**others, "tf32": max(conv.values())}
+        peak = max(rate for op, rate in self.flop_rates.items() if op not in conv)
+        reached, bandwidth = self.flop_rates["matmul"] / peak, max(self.bandwidths.values())
+        rates = {"float32": peak, **{dtype: rate / reached for dtype, rate in others.items()}}
+        efficiency = {op: rate / rates["tf32" if op in conv else "float32"] for op, rate in self.flop_rates.items()}
         efficiency |= {op: rate / bandwidth for op, rate in self.bandwidths.items()}
-        reached = efficiency["matmul"]
         return Device(
             name=name,
-            flop_rate={"float32": peak, **{dtype: rate / reached for dtype, rate in others.items()}},
+            flop_rate=rates,
             memory_bandwidth=bandwidth,
             memory=memory,
             efficiency=efficiency,

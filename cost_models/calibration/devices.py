@@ -72,7 +72,7 @@ def measure_device(where: torch.device, budget: float, progress: Callable[[str],
         progress("matrix products in other dtypes")
         others = _other_dtypes(where, rates, _OTHERS * budget)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else cpu_model()
-    device = rates.device(name, _memory(where), others)
+    device = rates.device(name, _memory(where), others, tf32(where))
     return DeviceFit(device, tuple(Residual(each.what, each.seconds, fitted(each, device)) for each in samples))
 
 
@@ -165,6 +165,12 @@ class _Timer:
 
     def median(self, backward: bool) -> float:
         return statistics.median(self._seconds[backward])
+
+
+def tf32(where: torch.device) -> bool:
+    """Whether convolutions in float32 compute in TF32 there: from Ampere on, unless this process has turned it off."""
+    on = where.type == "cuda" and torch.backends.cudnn.conv.fp32_precision == "tf32"
+    return on and torch.cuda.get_device_capability(where) >= (8, 0)
 
 
 def _memory(where: torch.device) -> float:

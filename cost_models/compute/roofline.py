@@ -8,6 +8,9 @@ summed over the ops.  e[class] is the efficiency of the op's class, forward or b
 products it is that of "<class>_moved".  A convolution takes launch + conv_launch to start.  With overlap = 1 an op is
 bound by its arithmetic or its memory traffic, whichever takes longer (Williams, Waterman and Patterson 2009); a
 processor that waits for its memory before it computes takes the sum of both, overlap = 0.
+
+A convolution in float32 has the flop_rate of "tf32" where the device has one: by default torch computes convolutions in
+TF32 and matrix products not.  A program that sets either otherwise is not seen.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def ops_seconds(ops: Iterable[OpCost], device: Device, dtype: str) -> float:
 def _op_seconds(op: OpCost, device: Device, dtype: str) -> float:
     arithmetic, moving = 0.0, op.op_class
     if op.flops:
-        rate = _flop_rate(device, dtype) * device.efficiency_of(op.op_class, op.backward)
+        rate = _flop_rate(device, dtype, op.op_class) * device.efficiency_of(op.op_class, op.backward)
         arithmetic, moving = (op.flops + op.padding_flops) / rate, f"{op.op_class}_moved"
     memory = op.bytes_accessed / (device.memory_bandwidth * device.efficiency_of(moving, op.backward))
     longer, shorter = max(arithmetic, memory), min(arithmetic, memory)
@@ -58,7 +61,9 @@ def achieved_flop_rate(device: Device, dtype: str) -> float:
     return _flop_rate(device, dtype) * device.efficiency_of("matmul")
 
 
-def _flop_rate(device: Device, dtype: str) -> float:
+def _flop_rate(device: Device, dtype: str, op_class: str = "matmul") -> float:
+    if op_class == "conv" and dtype == "float32" and "tf32" in device.flop_rate:
+        return device.flop_rate["tf32"]
     if dtype not in device.flop_rate:
         raise CostError(
             f"device {device.name} has no FLOP rate for {dtype}, "

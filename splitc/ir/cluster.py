@@ -13,7 +13,7 @@ from typing import Annotated
 
 from splitc.ir.decode import Keys, Limit, at_least, more_than
 
-DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _PRODUCTS = ("matmul", "conv", "attention")  # with one efficiency of their FLOPs, and one (`_moved`) of their bytes
 _OF_MEMORY = ("memory", "math", "batch_norm", "pool", "max_pool", "random", *(f"{op}_moved" for op in _PRODUCTS))
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
@@ -38,7 +38,8 @@ _TABLES = Limit(lambda tables: True, "of tables; write [[unlike]] over each")
 class Device:
     """The device of one rank.
 
-    flop_rate: dtype name -> peak FLOP/s.  memory_bandwidth: bytes/s.  memory: bytes.
+    flop_rate: dtype name -> peak FLOP/s; "tf32": of float32 convolutions, where they use TensorFloat-32.
+    memory_bandwidth: bytes/s.  memory: bytes.
     efficiency: op class -> fraction of the peak that is reached: of the FLOP rate "matmul", "conv" and "attention"; of
     the memory bandwidth "memory", "math" (exponentials and the like), "batch_norm", "pool", "max_pool", "random", and
     "matmul_moved" and the like for the memory traffic of products; for a backward "conv_backward" and the like.

@@ -102,6 +102,17 @@ def test_other_dtypes_reach_what_was_measured_of_them() -> None:
     assert found.flop_rate["bfloat16"] * found.efficiency_of("matmul") == pytest.approx(5e10)
 
 
+def test_convolutions_in_tf32_say_nothing_of_those_in_other_dtypes() -> None:
+    """Of an A100 that was timed: bfloat16 has twice the rate of TF32, in convolutions as in products."""
+    known = replace(device(), flop_rate={"float32": 2e10, "tf32": 16e10, "bfloat16": 32e10})
+    measured = {"bfloat16": 32e10 * known.efficiency["matmul"]}
+    found = fit_rates(samples_of(known)).device("a GPU", 1e9, measured, tf32=True)
+    conv = OpCost("convolution", "conv", False, 1e12, 0.0)
+    for dtype, rate in (("float32", 16e10), ("bfloat16", 32e10 * known.efficiency["matmul"])):
+        assert ops_seconds([conv], found, dtype) == pytest.approx(1e12 / rate, rel=0.02), dtype
+    assert off(found, known) < 0.02 and all(0 < part <= 1 for part in found.efficiency.values())
+
+
 def test_no_other_non_negative_numbers_come_nearer() -> None:
     for seed in range(20):
         drawn = np.random.default_rng(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +89,14 @@ def test_residuals_are_what_the_given_numbers_make_of_every_sample(monkeypatch: 
     fit = measure_device(CPU, 0.1, no_progress)
     assert [(each.what, each.measured) for each in fit.residuals] == [(each.what, each.seconds) for each in samples]
     assert [each.fitted for each in fit.residuals] == [fitted(each, fit.device) for each in samples]
+
+
+def test_convolutions_are_in_tf32_from_ampere_on_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    for capability, set_to, found in (((8, 0), "tf32", True), ((7, 5), "tf32", False), ((9, 0), "ieee", False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where, it=capability: it)
+        monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=set_to))
+        assert devices.tf32(gpu) is found and not devices.tf32(CPU)
 
 
 @pytest.mark.gpu

@@ -72,6 +72,16 @@ def test_a_ready_cluster_is_a_device_with_a_link_where_its_name_is_made_of_both(
         load_cluster("rtx4090-5gbe")
 
 
+def test_a_gpu_with_tf32_has_its_rate_and_says_so() -> None:
+    """Half of what it has in bfloat16: NVIDIA's from Ampere on."""
+    for name in known_clusters():
+        cluster = load_cluster(name)
+        rate = cluster.device.flop_rate
+        assert ("tf32" in rate) == ("bfloat16" in rate) == ("in TF32" in cluster.source), name
+        if "tf32" in rate:
+            assert rate["tf32"] == pytest.approx(rate["bfloat16"] / 2, rel=0.01), name
+
+
 def test_one_gpu_is_the_same_in_all_files() -> None:
     """But for the names that a file may give it, the numbers of a board do not depend on the network."""
     for names in (

@@ -83,6 +83,15 @@ def test_what_an_op_moves_has_the_efficiency_of_its_class() -> None:
     assert seconds(OpCost("max_pool2d", "max_pool", False, 0.0, 8.0)) == pytest.approx(1 + 0.01)
 
 
+def test_a_convolution_in_float32_has_the_rate_of_tf32_and_nothing_else_has() -> None:
+    modern = replace(CPU, flop_rate={"float32": 100.0, "tf32": 800.0, "bfloat16": 1600.0})
+    conv = OpCost("convolution", "conv", False, 1600.0, 0.0)
+    assert seconds(conv) == pytest.approx(16 + 0.04)
+    assert seconds(conv, device=modern) == pytest.approx(2 + 0.04)
+    assert ops_seconds([conv], modern, "bfloat16") == pytest.approx(1 + 0.04)
+    assert seconds(PRODUCT, device=modern) == seconds(PRODUCT)
+
+
 def test_channels_that_are_not_there_take_time_and_are_no_flops() -> None:
     op = OpCost("convolution", "conv", False, 100.0, 0.0, padding_flops=100.0)
     assert seconds(op) == pytest.approx(2 + 0.01 + 0.03)
