@@ -91,7 +91,7 @@ def _of_whole_cores(found: LinkFit, ranks: RankLayout) -> LinkFit:
     part = min(1.0, ranks.slots / ranks.per_host) if ranks.shares_device else 1.0
     links = tuple(replace(link, processor=link.processor * part) for link in found.links)
     local = None if found.local is None else replace(found.local, processor=found.local.processor * part)
-    return LinkFit(links, local, found.residuals)
+    return replace(found, links=links, local=local)
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from splitc import units
 from splitc.cost_models.calibration.assemble import RankLayout, assemble, rounded
-from splitc.cost_models.calibration.devices import Residual, averaged, measure_device
+from splitc.cost_models.calibration.devices import DeviceFit, Residual, averaged, measure_device
 from splitc.cost_models.calibration.link_fit import LinkFit, fit_links
 from splitc.cost_models.calibration.links import measure_links
 from splitc.cost_models.calibration.loopback import gpu_link, loopback_link
@@ -68,7 +69,8 @@ def calibrate(
     samples = measure_links(transport, left, progress, ranks.ranks_per_host)
     links = fit_links(samples, alike=ranks.one_machine)
     kind = "separate ranks" if separate else "ranks"
-    source = _source(f"{ranks.world} {kind} on {_backend(transport)}", ranks.gpus, torch.get_num_threads())
+    count = 0 if ranks.gpus else torch.get_num_threads()
+    source = _source(f"{ranks.world} {kind} on {_backend(transport)}", count, links, fits[0])
     cluster = assemble(name, source, fits, links, ranks)
     return Calibration(rounded(cluster), (*averaged(r for fit in fits if fit for r in fit.residuals), *links.residuals))
 
@@ -85,14 +87,16 @@ def calibrate_one_process(
         fit = measure_device(where, budget * _DEVICES, lambda text: progress(f"device, {text}"))
         progress("the link between two ranks here")
         left = max(budget / 4, budget - (time.monotonic() - begin))
-        links = LinkFit((gpu_link(left),), None, ()) if on_gpu and gpus > 1 else loopback_link(left)
+        links = (
+            gpu_link(left, *(torch.device("cuda", k) for k in (0, 1))) if on_gpu and gpus > 1 else loopback_link(left)
+        )
     cluster = Cluster(
         name=name,
         device=fit.device,
         link=links.links[0],
         ranks_share_device=not on_gpu,
         cores=1 if on_gpu else cores(),
-        source=source or _source("one process", on_gpu, threads=1),
+        source=source or _source("one process", 0 if on_gpu else 1, links, fit),
     )
     return Calibration(rounded(cluster), (*fit.residuals, *links.residuals))
 
@@ -144,7 +148,10 @@ def _backend(transport: Transport) -> str:
     return "gloo, through the CPU" if transport.device.type == "cuda" else "gloo"
 
 
-def _source(what: str, gpu: bool, threads: int) -> str:
-    each = "" if gpu else f", {threads} thread{'s' * (threads > 1)} each"
+def _source(what: str, threads: int, links: LinkFit, first: DeviceFit | None) -> str:
+    """threads: of each rank on a CPU.  first: the device of rank 0."""
+    each = f", {units.numbered(threads, 'thread')} each" if threads else ""
+    tf32 = first is not None and "tf32" in first.device.flop_rate
+    said = f"{what}{each}, at most {units.nbytes(links.largest)} at once" + ", float32 convolutions in TF32" * tf32
     day = datetime.date.today().isoformat()
-    return f"measured by splitc calibrate on {day}: {what}{each}, torch {torch.__version__}"
+    return f"measured by splitc calibrate on {day}: {said}, torch {torch.__version__}"

@@ -33,11 +33,15 @@ _MANY = ("many_to_one", "one_to_many")
 
 @dataclass(frozen=True)
 class LinkFit:
-    """links: by rank, to ranks of other hosts.  local: between the ranks of a host, if there are several hosts."""
+    """links: by rank, to ranks of other hosts.  local: between the ranks of a host, if there are several hosts.
+
+    largest: bytes of the largest message that was timed.
+    """
 
     links: tuple[Link, ...]
     local: Link | None
     residuals: tuple[Residual, ...]
+    largest: float = 0.0
 
 
 def fit_links(measured: LinkSamples, alike: bool = False) -> LinkFit:
@@ -74,7 +78,8 @@ def fit_links(measured: LinkSamples, alike: bool = False) -> LinkFit:
         taken = links[speeds.group[each.rank]].processor * each.nbytes
         what = f"computing beside transfers of {units.nbytes(each.message)}"
         residuals.append(Residual(what, each.together, each.alone + taken))
-    return LinkFit(tuple(links[first] for first in speeds.group), local, averaged(residuals))
+    largest = max((each.nbytes for each in measured.samples), default=0.0)
+    return LinkFit(tuple(links[first] for first in speeds.group), local, averaged(residuals), largest)
 
 
 # -- lines -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ What is timed is what generated programs use: a transport of `splitc.runtime`.
     many_to_one, one_to_many  all others send to one rank, and the reverse
     all_reduce, all_gather, reduce_scatter   over all ranks, over pairs, over a host
 
-Sizes grow until the time allowed is used up, so a slow link takes no longer than a fast one.
+Sizes grow until the time allowed is used up, so a slow link takes no longer than a fast one.  Between GPUs they go on
+doubling while a run takes less than `AHEAD`: NVLink reaches its bandwidth far above what other links need.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from splitc.cost_models.calibration.overlap import computing
-from splitc.cost_models.calibration.rank_timer import LEAST, Progress, RankTimer, no_progress
+from splitc.cost_models.calibration.rank_timer import AHEAD, LEAST, Progress, RankTimer, no_progress
 from splitc.cost_models.calibration.samples import (
     LIKE,
     LinkSamples,
@@ -37,6 +38,7 @@ MESSAGES = (64, 2048, 1 << 18, 1 << 20, 1 << 22, 1 << 23)  # bytes
 LARGE = MESSAGES[2:]
 SUMS = (4096, 1 << 18, 1 << 20, 1 << 22, 1 << 23)  # bytes of the whole tensor of a collective
 ALWAYS = 1 << 18  # bytes up to which is measured whatever it takes
+MOST = 1 << 28  # bytes of the largest message between GPUs
 _SAID = {"message": "messages", "exchange": "both directions at once", "pairs": "pairs at once"}
 _SHARES = {"message": 0.24, "exchange": 0.05, "pairs": 0.05, "many": 0.08, "collectives": 0.38, "computing": 0.2}
 _WHOLE = 0.75  # of the time for collectives, for those of all ranks: large sums, as gradients are
@@ -186,13 +188,18 @@ def growing(
     begin = timer.spent
     if timer.rank in ranks:
         run(torch.ones(16 * len(ranks), device=timer.device))  # connects them
-    for k, nbytes in enumerate(sizes):
+        timer.settle()
+    pending = list(sizes)
+    while pending:
+        nbytes = pending.pop(0)
         left = budget - (timer.spent - begin)
         if found and nbytes > ALWAYS:
             expected = times * found[-1].seconds * nbytes / found[-1].nbytes
             if (1 + LEAST) * expected > left:
                 break
         tensor = torch.ones(nbytes // 4, device=timer.device)
-        seconds = timer.seconds(ranks, partial(run, tensor), left / (2 * (len(sizes) - k)))
+        seconds = timer.seconds(ranks, partial(run, tensor), left / (2 * (len(pending) + 1)))
         found.append(Sample(kind, ranks, nbytes, seconds / times))
+        if not pending and timer.ahead and seconds < AHEAD and 2 * nbytes <= MOST:
+            pending.append(2 * nbytes)
     return found

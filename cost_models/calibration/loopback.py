@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from splitc.cost_models.calibration.link_fit import LinkFit, fit_line, fit_links
-from splitc.cost_models.calibration.links import measure_links
+from splitc.cost_models.calibration.link_fit import LinkFit, fit_links
+from splitc.cost_models.calibration.links import MESSAGES, growing, measure_links
 from splitc.cost_models.calibration.rank_timer import RankTimer
-from splitc.ir.cluster import Link
+from splitc.cost_models.calibration.samples import LinkSamples, Sample
 from splitc.runtime.transport.base import AllOf, Transport, Work
 from splitc.runtime.transport.messages import Arriving
 from splitc.runtime.transport.recorder import Forwarding
@@ -68,22 +67,11 @@ class Loopback(Forwarding):
         return Arriving(AllOf(works), lambda: output.copy_(torch.stack(parts).sum(0)))
 
 
-def gpu_link(budget: float) -> Link:
-    """Copies from the first GPU to the second."""
-    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    points = []
-    for numbers in (16, 1 << 20, 1 << 24):
-        here = torch.ones(numbers, device=first)
-        there = here.to(second)
-        seconds = _seconds(partial(there.copy_, here), second, budget / 3)
-        points.append((1.0, float(here.nbytes), seconds))
-    latency, bandwidth = fit_line(points)
-    return Link(bandwidth, latency)
+def gpu_link(budget: float, first: torch.device, second: torch.device) -> LinkFit:
+    """Copies from a GPU to another."""
 
+    def copies(alone: Transport) -> list[Sample]:
+        timer = RankTimer(alone, device=first)
+        return growing(timer, "message", (0,), MESSAGES, lambda here: here.to(second, copy=True), budget)
 
-def _seconds(run: Callable[[], object], where: torch.device, budget: float) -> float:
-    def settled() -> None:
-        run()
-        torch.cuda.synchronize(where)
-
-    return run_ranks(1, lambda alone: RankTimer(alone).seconds((0,), settled, budget))[0]
+    return fit_links(LinkSamples(1, tuple(run_ranks(1, copies)[0])), alike=True)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,12 +24,13 @@ import torch
 from splitc.cli import calibrating
 from splitc.cli.files import write_file
 from splitc.cost_models.calibration import calibrate as calibration
-from splitc.cost_models.calibration import links
+from splitc.cost_models.calibration import links, rank_timer
 from splitc.cost_models.calibration.assemble import RankLayout, alike, assemble, mean_device, rounded
 from splitc.cost_models.calibration.calibrate import Calibration, calibrate
 from splitc.cost_models.calibration.devices import DeviceFit, Residual
 from splitc.cost_models.calibration.link_fit import LinkFit, fit_factor, fit_line, fit_links
 from splitc.cost_models.calibration.links import measure_links
+from splitc.cost_models.calibration.loopback import gpu_link
 from splitc.cost_models.calibration.rank_timer import RankTimer, midmean
 from splitc.cost_models.calibration.samples import LinkSamples, Overlap, Sample
 from splitc.cost_models.clusters.named import load_cluster
@@ -44,6 +46,7 @@ from tests.support.command import splitc
 from tests.support.sampling import sampled
 
 Capture = pytest.CaptureFixture[str]
+CPU = torch.device("cpu")
 
 SLOW = Link(28e6, 3e-4)
 FAST = Link(
@@ -307,6 +310,52 @@ def test_a_slow_link_is_timed_with_smaller_messages(monkeypatch: pytest.MonkeyPa
     assert largest(1e9) == max(links.MESSAGES)
 
 
+class NVLink:
+    """A link of 3 us and 370 GB/s on a clock of its own; to wait for the GPU takes 15 us, to issue an operation 2."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.busy = 0.0
+        monkeypatch.setattr(rank_timer, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(RankTimer, "settle", self.settle)
+        monkeypatch.setattr(torch, "ones", lambda n, device=None: torch.empty(n, device="meta"))
+
+    def settle(self, timer: object = None) -> None:
+        self.now = max(self.now, self.busy) + 15e-6
+
+    def move(self, tensor: torch.Tensor) -> None:
+        self.now += 2e-6
+        self.busy = max(self.now, self.busy) + 3e-6 + tensor.nbytes / 370e9
+
+    def samples(self, device: torch.device | None = None) -> list[Sample]:
+        def run(transport: Transport) -> list[Sample]:
+            return links.growing(RankTimer(transport, device=device), "message", (0,), links.MESSAGES, self.move, 1.0)
+
+        return run_ranks(1, run)[0]
+
+
+def test_the_bandwidth_of_nvlink_is_found_and_no_latency_of_waiting_for_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples = NVLink(monkeypatch).samples(torch.device("cpu"))
+    assert max(each.nbytes for each in samples) == links.MOST
+    latency, bandwidth = fit_line([(1, each.nbytes, each.seconds) for each in samples])
+    assert latency == pytest.approx(3e-6, rel=0.1) and bandwidth == pytest.approx(370e9, rel=0.01)
+
+
+def test_where_a_wait_is_the_programs_no_message_is_issued_ahead_or_larger_than_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples = NVLink(monkeypatch).samples()
+    assert [each.nbytes for each in samples] == list(links.MESSAGES)
+    assert samples[0].seconds == pytest.approx(2e-6 + 3e-6 + 15e-6, rel=0.01)
+
+
+def test_the_link_of_two_gpus_is_that_of_their_copies() -> None:
+    found = gpu_link(0.05, CPU, CPU)
+    assert links.MESSAGES[-1] <= found.largest <= links.MOST and found.links[0].bandwidth > 1e8
+    assert len(found.residuals) >= len(links.MESSAGES)
+
+
 # -- the cluster -------------------------------------------------------------------------------------------------------
 
 
@@ -414,7 +463,7 @@ def test_all_ranks_get_the_same_calibration_and_it_is_a_cluster(monkeypatch: pyt
     found = run_ranks(2, lambda t: calibrate(t, 1.0, said[t.rank].append, name="mine"))
     assert found[0] == found[1]
     cluster = reads_back(found[0].cluster)
-    assert cluster.name == "mine" and "2 ranks" in cluster.source
+    assert cluster.name == "mine" and "2 ranks" in cluster.source and "MB at once, torch" in cluster.source
     assert set(cluster.link.collectives) == set(COLLECTIVES)
     assert "device, products" in said[0] and any("messages" in text for text in said[0])
     assert [each.what for each in found[0].residuals].count("products") == 1
