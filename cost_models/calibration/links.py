@@ -80,7 +80,6 @@ def measure_links(
             samples += _timed(timer, kind, [(hub, *others)], LARGE, allowed["many"] / 2)
 
     groups = groups_of(world, per_host, samples)
-    transport.connect(groups)
     for kind in COLLECTIVES:
         left = allowed["collectives"] / len(COLLECTIVES)
         whole = left * (_WHOLE if len(groups) > 1 else 1)
@@ -124,6 +123,7 @@ def _messages(timer: RankTimer, local: list[Ranks], per_host: int, budget: float
 def _timed(timer: RankTimer, kind: str, groups: Sequence[Ranks], sizes: Sequence[int], budget: float) -> list[Sample]:
     """Samples of one kind over each of `groups`, which have equal parts of the budget."""
     samples = []
+    timer.transport.connect(tuple(sorted(ranks)) for ranks in groups if kind not in ("message", "pairs"))
     for ranks in groups:
         over = f"between ranks {ranks[0]} and {ranks[1]}" if len(ranks) == 2 else f"over {len(ranks)} ranks"
         timer.progress(f"{_SAID.get(kind, kind.replace('_', ' '))} {over}")

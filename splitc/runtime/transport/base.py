@@ -10,7 +10,7 @@ Sums are not divided by the number of ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -77,7 +77,7 @@ class Transport(ABC):
 
     Operations on tensors are asynchronous: until their work's `wait` returns, their tensors must not be touched.
     Between two ranks, messages of one tag arrive in the order in which they were sent.  Ranks that share several
-    communicators must use them in one order.
+    communicators must use them in one order.  What is done among some of the ranks needs `connect` of these before.
 
     rank, world: this rank, and the number of ranks.  device: of this rank's tensors.
     sent_bytes: payload that this rank has sent in tensors so far, as `Collective` defines it.
@@ -87,6 +87,7 @@ class Transport(ABC):
     world: int
     device: torch.device
     sent_bytes: int = 0
+    _connected: frozenset[tuple[int, ...]] = frozenset()
 
     @property
     def waits_hold_the_stream(self) -> bool:
@@ -126,8 +127,7 @@ class Transport(ABC):
     ) -> Work:
         """Start several messages among `ranks` as one operation: each a tensor and its destination, or source.
 
-        NCCL runs messages one after the other, so two ranks that exchange tensors need this.  All of `ranks` must join
-        their first exchange there, which creates their communicator.
+        NCCL runs messages one after the other, so two ranks that exchange tensors need this.
         Raises ValueError when a peer is this rank or none of `ranks`.
         """
         self._check_group("exchange", ranks)
@@ -195,16 +195,15 @@ class Transport(ABC):
         alone = len(ranks) == 1 or not any(piece.numel() for piece in pieces)
         return CompletedWork() if alone else self._reduce_scatter(output, pieces, ranks)
 
-    def connect(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Create the communicators of those `groups` that hold this rank.
+    def connect(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Create the communicators of the `groups` of all ranks.  Collective over all ranks, whatever groups they give.
 
-        Collective over the members of each group only.  A group that was not connected is created at its first use.
+        Every rank creates all of them, in one order, as communicators that are split from another one need it.
         """
-        for ranks in sorted(set(groups)):
-            if self.rank in ranks:
-                self._check_group("connect", ranks)
-                if len(ranks) > 1:
-                    self._connect(ranks)
+        asked = {ranks for own in self.all_gather_objects(set(groups)) for ranks in own if 1 < len(ranks) < self.world}
+        for ranks in sorted(asked - self._connected):
+            self._connect(ranks)
+        self._connected |= asked
 
     @abstractmethod
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
@@ -257,7 +256,7 @@ class Transport(ABC):
     def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work: ...
 
     def _connect(self, ranks: tuple[int, ...]) -> None:
-        """Create the communicator of `ranks`, where there is one."""
+        """Create the communicator of `ranks`, of which this one may be none, where there is one."""
         return
 
     def _exchange(
@@ -281,3 +280,7 @@ class Transport(ABC):
             raise ValueError(f"{what} over {ranks}: ranks must be sorted, different and below {self.world}")
         if self.rank not in ranks:
             raise ValueError(f"{what} over {ranks} on rank {self.rank}, which is not one of them")
+        if 1 < len(ranks) < self.world and ranks not in self._connected:
+            raise ValueError(
+                f"{what} over {ranks}, which have no communicator: let every rank call connect([{ranks}]) before"
+            )

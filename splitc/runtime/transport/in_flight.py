@@ -83,13 +83,11 @@ class InFlight:
         self._works += works if isinstance(works, list) else [works]
         return self
 
-    def messages(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> InFlight:
-        """Start messages from and to buffers, one operation each; empty ones are left out."""
-        for operation, messages in ((dist.irecv, receives), (dist.isend, sends)):
-            for buffer, peer in messages:
-                if buffer.numel():
-                    self.issue(operation, as_bytes(buffer), peer, tag=tag)
-        return self
+    def messages(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, group: Any) -> InFlight:
+        """Start messages from and to buffers, on NCCL as one operation; empty ones are left out."""
+        ends = [(dist.irecv, *each) for each in receives] + [(dist.isend, *each) for each in sends]
+        operations = [dist.P2POp(end, as_bytes(x), peer, group, tag) for end, x, peer in ends if x.numel()]
+        return self.issue(dist.batch_isend_irecv, operations)
 
     def when_complete(self, call: Callable[[], None]) -> bool:
         """Call `call` when the operation is complete; False for messages, whose completion gloo does not report."""
@@ -124,6 +122,16 @@ def summable(dtype: torch.dtype) -> torch.dtype:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, flat."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """The memory of flat tensors that lie one behind the other, flat; None where they do not."""
+    end = parts[0].storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != parts[0].untyped_storage().data_ptr() or part.storage_offset() != end:
+            return None
+        end += part.numel()
+    return parts[0].as_strided([sum(part.numel() for part in parts)], [1])
 
 
 def cause(error: RuntimeError) -> str:

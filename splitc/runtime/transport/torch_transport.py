@@ -17,23 +17,33 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # its default arguments would keep a process group that is there already
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from .base import Message, PeerLost, Transport, Work, describe, describe_all
-from .in_flight import InFlight, as_bytes, cause, summable
+from .in_flight import InFlight, as_bytes, cause, joined, summable
 
-# Tags that programs do not use: of the messages that set up a group, and of those that make up collectives.
-_SETUP_TAG, _GATHER_TAG, _SCATTER_TAG = 2**31 - 1, 2**31 - 2, 2**31 - 3
+# Tags that programs do not use: of the messages that make up collectives.
+_GATHER_TAG, _SCATTER_TAG = 2**31 - 2, 2**31 - 3
+
+# torch before 2.13 has other names for these.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_CTAS = 8  # multiprocessors of a GPU that a message may take, also a receive that only waits for its sender
 
 
 class TorchTransport(Transport):
     """A transport on the process group that `distributed.init` joined or found.
 
-    NCCL's waits hold up the GPU's current stream, not the program.  NCCL ignores tags, and the
-    first message between two ranks creates their communicator, for which each waits for the other:
-    what a rank issues must have the one order that is checked when a program is compiled.
+    NCCL's waits hold up the GPU's current stream, not the program.  It ignores tags, and runs what a rank issues on
+    one communicator in the order of issue.  Messages have two communicators of all ranks, one to higher ranks and one
+    to lower ones, so that both directions flow at once; an exchange is one operation on that of its ranks.  So an
+    operation waits for others of its rank only if they were issued before it: the check that a program has no deadlock
+    lets it wait for all of these, until their peers have come, which is stricter.  It also proves that what has been
+    issued ends whatever is issued later, so a rank may wait for its whole GPU, as an allocator does that frees memory,
+    while a receive is posted.
 
     staged: tensors are copied to the CPU before they travel, and back by `wait`.
+    Constructing it is collective: NCCL's communicators of messages are created.
     """
 
     def __init__(
@@ -47,18 +57,24 @@ class TorchTransport(Transport):
         self.world = dist.get_world_size()
         self.device = device
         self.staged = device.type == "cuda" and "nccl" not in str(dist.get_backend())
+        self._gpu = device if device.type == "cuda" and not self.staged else None  # NCCL's
         self._timeout = timeout
         self._owns_process_group = owns_process_group
         self._everyone = everyone  # None: the default group
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world)): everyone}
+        ranks = tuple(range(self.world))
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {ranks: everyone}
         self._side_groups: list[TorchTransport] = []
-        self._met: set[tuple[int, ...]] = set()  # NCCL communicators that are known to exist
         self._under_way = 0  # operations that nobody has waited for
+        self._ways = [everyone, everyone]  # of messages to lower ranks, and to higher ones
+        if self.waits_hold_the_stream:
+            self._ways = [
+                self._new_group(ranks, device_id=self._gpu, pg_options=self._for_messages()) for _ in self._ways
+            ]
         atexit.register(self._close_at_exit)
 
     @property
     def waits_hold_the_stream(self) -> bool:
-        return self.device.type == "cuda" and not self.staged
+        return self._gpu is not None
 
     def when_complete(self, work: Work, call: Callable[[], None]) -> bool:
         return isinstance(work, InFlight) and not self.waits_hold_the_stream and work.when_complete(call)
@@ -77,10 +93,10 @@ class TorchTransport(Transport):
 
     def barrier(self) -> None:
         with self._losing_peers("barrier"):
-            dist.barrier(self._everyone, device_ids=[self.device.index] if self.waits_hold_the_stream else None)
+            dist.barrier(self._everyone, device_ids=[self._gpu.index] if self._gpu else None)
 
     def side_group(self) -> Transport | None:
-        group = self._new_group(tuple(range(self.world)), "gloo")
+        group = self._new_group(tuple(range(self.world)), backend="gloo")
         self._side_groups.append(TorchTransport(torch.device("cpu"), self._timeout, False, everyone=group))
         return self._side_groups[-1]
 
@@ -93,83 +109,63 @@ class TorchTransport(Transport):
         atexit.unregister(self._close_at_exit)
         for group in self._side_groups:
             group.close()
-        self._everyone = None
+        self._everyone, self._ways = None, []
         self._groups.clear()  # else their threads may outlive the interpreter, which then aborts
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         flight = self._flight(f"isend {describe(tensor)} to rank {dst}, tag {tag}")
-        return flight.issue(dist.isend, as_bytes(flight.outgoing(tensor)), dst, self._everyone, tag=tag)
+        return flight.messages([(flight.outgoing(tensor), dst)], [], tag, self._ways[dst > self.rank])
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         flight = self._flight(f"irecv {describe(tensor)} from rank {src}, tag {tag}")
-        return flight.issue(dist.irecv, as_bytes(flight.incoming(tensor)), src, self._everyone, tag=tag)
+        return flight.messages([], [(flight.incoming(tensor), src)], tag, self._ways[src < self.rank])
 
     def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
         flight = self._flight(f"all_reduce {describe(tensor)} over ranks {ranks}")
-        group = self._group(ranks)
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        return flight.issue(dist.all_reduce, flight.summed(tensor), op=op, group=group, async_op=True)
+        return flight.issue(dist.all_reduce, flight.summed(tensor), op=op, group=self._groups[ranks], async_op=True)
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
         flight = self._flight(f"broadcast {describe(tensor)} from rank {src} over ranks {ranks}")
         buffer = flight.outgoing(tensor) if self.rank == src else flight.incoming(tensor)
-        group = self._group(ranks)
-        return flight.issue(dist.broadcast, as_bytes(buffer), src, group=group, async_op=True)
+        return flight.issue(dist.broadcast, as_bytes(buffer), src, group=self._groups[ranks], async_op=True)
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         flight = self._flight(f"all_gather {describe(tensor)} over ranks {ranks}")
-        group = self._group(ranks)
-        if len({output.shape for output in outputs}) == 1:
+        group = self._groups[ranks]
+        if self.waits_hold_the_stream or len({output.shape for output in outputs}) == 1:
             buffers = [as_bytes(flight.incoming(output)) for output in outputs]
             own = as_bytes(flight.outgoing(tensor))
+            if len({buffer.numel() for buffer in buffers}) == 1 and (whole := joined(buffers)) is not None:
+                return flight.issue(_all_gather_single, whole, own, group=group, async_op=True)
             return flight.issue(dist.all_gather, buffers, own, group=group, async_op=True)
-        # Unequal shapes, which both backends refuse: NCCL broadcasts each, gloo sends each straight to the others.
+        # gloo refuses unequal shapes: each piece goes straight to the others.
         outputs[ranks.index(self.rank)].detach().copy_(tensor.detach())
-        if self.waits_hold_the_stream:
-            for src, output in zip(ranks, outputs, strict=True):
-                if output.numel():
-                    buffer = flight.outgoing(output) if self.rank == src else flight.incoming(output)
-                    flight.issue(dist.broadcast, as_bytes(buffer), src, group=group, async_op=True)
-            return flight
         own = flight.outgoing(tensor)
         others = [(rank, output) for rank, output in zip(ranks, outputs, strict=True) if rank != self.rank]
-        return flight.messages(
-            [(own, rank) for rank, _ in others],
-            [(flight.incoming(output), rank) for rank, output in others],
-            _GATHER_TAG,
-        )
+        receives = [(flight.incoming(output), rank) for rank, output in others]
+        return flight.messages([(own, rank) for rank, _ in others], receives, _GATHER_TAG, self._everyone)
 
     def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
         flight = self._flight(f"reduce_scatter {describe_all(pieces)} over ranks {ranks}")
-        if self.waits_hold_the_stream:
-            return self._reduce_scatter_by_nccl(flight, output, pieces, ranks)
+        if self.waits_hold_the_stream:  # one operation: of unequal shapes torch makes reductions to each rank
+            (total,) = flight.parts(output, 1, dtype := summable(output.dtype))
+            total, *sources = [_flat(x) for x in (total, *(flight.outgoing(piece.to(dtype)) for piece in pieces))]
+            options = {"group": self._groups[ranks], "async_op": True}
+            if len({source.numel() for source in sources}) > 1:
+                return flight.issue(dist.reduce_scatter, total, sources, **options)
+            whole = joined(sources)
+            return flight.issue(
+                _reduce_scatter_single, total, torch.cat(sources) if whole is None else whole, **options
+            )
         # gloo's own is one all-reduce of each piece: here each travels once, straight to its rank.
         parts = flight.parts(output, len(ranks), output.dtype)
         parts[ranks.index(self.rank)] = flight.outgoing(pieces[ranks.index(self.rank)])
         others = [(rank, i) for i, rank in enumerate(ranks) if rank != self.rank]
-        return flight.messages(
-            [(flight.outgoing(pieces[i]), rank) for rank, i in others],
-            [(parts[i], rank) for rank, i in others],
-            _SCATTER_TAG,
-        )
-
-    def _reduce_scatter_by_nccl(
-        self, flight: InFlight, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]
-    ) -> Work:
-        """In one operation, or when shapes are unequal in a reduction to each rank."""
-        group = self._group(ranks)
-        sources = [flight.outgoing(piece.to(summable(piece.dtype))) for piece in pieces]
-        (total,) = flight.parts(output, 1, summable(output.dtype))
-        if len({piece.shape for piece in pieces}) == 1:
-            return flight.issue(dist.reduce_scatter, total, sources, group=group, async_op=True)
-        total.copy_(sources[ranks.index(self.rank)])
-        sources[ranks.index(self.rank)] = total
-        for dst, source in zip(ranks, sources, strict=True):
-            if source.numel():
-                flight.issue(dist.reduce, source, dst, group=group, async_op=True)
-        return flight
+        sends = [(flight.outgoing(pieces[i]), rank) for rank, i in others]
+        return flight.messages(sends, [(parts[i], rank) for rank, i in others], _SCATTER_TAG, self._everyone)
 
     def _exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int
@@ -179,18 +175,13 @@ class TorchTransport(Transport):
         flight = self._flight(f"exchange {', '.join(peers)}, tag {tag}")
         leaving = [(flight.outgoing(x), dst) for x, dst in sends]
         arriving = [(flight.incoming(x), src) for x, src in receives]
-        if not self.waits_hold_the_stream:
-            return flight.messages(leaving, arriving, tag)
-        group = self._group(ranks)
-        if ranks not in self._met:  # messages alone would not create the communicator of all of them
-            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-            self._met.add(ranks)
-        operations = [dist.P2POp(dist.isend, as_bytes(x), dst, group) for x, dst in leaving]
-        operations += [dist.P2POp(dist.irecv, as_bytes(x), src, group) for x, src in arriving]
-        return flight.issue(dist.batch_isend_irecv, operations)
+        group = self._groups[ranks] if self.waits_hold_the_stream else self._everyone
+        return flight.messages(leaving, arriving, tag, group)
 
     def _connect(self, ranks: tuple[int, ...]) -> None:
-        self._group(ranks)
+        group = self._new_group(ranks, device_id=self._gpu)
+        if self.rank in ranks:
+            self._groups[ranks] = group
 
     def _flight(self, what: str) -> InFlight:
         """An operation that is about to be issued."""
@@ -200,46 +191,18 @@ class TorchTransport(Transport):
     def _done(self) -> None:
         self._under_way -= 1
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The communicator of `ranks`, created by its members alone when it is new.
-
-        torch names a group of this kind by its ranks and the number of groups that this process
-        is in.  Members that are in unequally many would wait for each other under different names
-        until they time out; so they first agree on the highest number, and those below it fill up
-        with groups of themselves alone.
-        """
-        if ranks not in self._groups:
-            self._groups[ranks] = self._new_group(ranks)
-        return self._groups[ranks]
-
-    def _new_group(self, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-        highest = self._agree_on_highest(_count_groups(), ranks)
+    def _new_group(self, ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
+        """A group that every rank creates now, in one order; with `device_id` NCCL's communicator is there at once."""
         with self._losing_peers(f"connect ranks {ranks}"):
-            while _count_groups() < highest:
-                dist.new_group([self.rank], use_local_synchronization=True)
-            group: dist.ProcessGroup = dist.new_group(
-                list(ranks), timedelta(seconds=self._timeout), backend=backend, use_local_synchronization=True
-            )
+            group: dist.ProcessGroup = dist.new_group([*ranks], timedelta(seconds=self._timeout), **options)
         return group
 
-    def _agree_on_highest(self, number: int, ranks: tuple[int, ...]) -> int:
-        """The highest of all members' numbers: asked and answered by the first of `ranks`.
-
-        By messages and not by a collective, because the group that would carry one is not there.
-        """
-        highest = torch.tensor(number, device=self.device)
-        first, *others = ranks
-        if self.rank != first:
-            self._isend(highest, first, _SETUP_TAG).wait()
-            self._irecv(highest, first, _SETUP_TAG).wait()
-            return int(highest)
-        for other in others:
-            theirs = torch.empty_like(highest)
-            self._irecv(theirs, other, _SETUP_TAG).wait()
-            highest = torch.maximum(highest, theirs)
-        for other in others:
-            self._isend(highest, other, _SETUP_TAG).wait()
-        return int(highest)
+    def _for_messages(self) -> Any:
+        """Options of a group of NCCL, where torch has them."""
+        options = dist.ProcessGroupNCCL.Options() if hasattr(dist, "ProcessGroupNCCL") else None
+        if options is not None and hasattr(options, "config"):
+            options.config.max_ctas, options._timeout = _CTAS, timedelta(seconds=self._timeout)
+        return options
 
     @contextmanager
     def _losing_peers(self, what: str) -> Iterator[None]:
@@ -254,5 +217,6 @@ class TorchTransport(Transport):
             ) from error
 
 
-def _count_groups() -> int:
-    return len(distributed_c10d._world.pg_names)
+def _flat(tensor: Tensor) -> Tensor:
+    """The numbers of a contiguous tensor, as NCCL adds them: complex ones as two."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)

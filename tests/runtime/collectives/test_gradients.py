@@ -107,6 +107,7 @@ def test_each_bucket_is_summed_over_ranks_of_its_own() -> None:
 
     def run(transport: Transport, stage: nn.Module, x: Tensor) -> dict[str, Tensor]:
         ranks = [tuple(range(4)), (transport.rank % 2, transport.rank % 2 + 2)]
+        transport.connect(ranks)
         with GradientSum(stage, BUCKETS).while_backward(transport, ranks):
             stage(x).backward()
         return gradients(stage)

@@ -163,6 +163,7 @@ def test_a_transition_that_is_started_early_is_the_same_without_a_graph(transiti
 def test_groups_of_some_ranks_leave_the_others_alone() -> None:
     def action(transport: Transport) -> Tensor:
         group = Group(transport, (0, 2) if transport.rank % 2 == 0 else (1, 3))
+        transport.connect([group.ranks])
         assert group.index == transport.rank // 2
         return moved(group, torch.tensor([transport.rank]), State.BATCH, State.REPLICATE, Extents((1, 1)))
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from splitc.errors import LaunchError
 from splitc.runtime.collectives.layouts import Extents, State, Transition
@@ -94,8 +94,9 @@ def exercise(t: Transport) -> dict[str, Any]:
     after, before = (t.rank + 1) % 3, (t.rank - 1) % 3
     seen: dict[str, Any] = {}
 
-    # Rank 2 is in one group and the others are in two; torch alone would hang here.
-    t.connect([everybody, (0, 1), (1, 2)] if t.rank == 1 else [everybody, (0, 1)])
+    # Each rank asks for its own: all are created, by all ranks in one order.
+    asked: list[list[tuple[int, ...]]] = [[(1, 2), (0, 2)], [(0, 1), everybody], []]
+    t.connect(asked[t.rank])
     t.connect([(1, 2)])
 
     rows = torch.arange(6.0).reshape(2, 3) + 10 * t.rank
@@ -142,7 +143,7 @@ def exercise(t: Transport) -> dict[str, Any]:
         seen["order within a tag"] = [x.item() for x in seen["order within a tag"]]
 
     in_group = torch.tensor([1.0, float(t.rank)])
-    if t.rank in pair:  # not connected before: created at its first use
+    if t.rank in pair:
         t.all_reduce(in_group, pair).wait()
         t.broadcast(in_group[:1], 2, pair).wait()
     if t.rank in (1, 2):
@@ -239,14 +240,14 @@ def exercise_transition(group: Group, transition: Transition) -> list[Any]:
 def assert_pieces_travel_once(t: Transport) -> None:
     """Where gloo has nothing good of its own, a rank sends each piece straight to the rank that needs it."""
     sent: list[int] = []
-    send = dist.isend
+    batch = dist.batch_isend_irecv
 
-    def counting(tensor: Tensor, *rest: Any, **options: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return send(tensor, *rest, **options)
+    def counting(operations: list[dist.P2POp]) -> list[dist.Work]:
+        sent.extend(each.tensor.nbytes for each in operations if each.op is dist.isend)
+        return batch(operations)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dist, "isend", counting)
+        patched.setattr(dist, "batch_isend_irecv", counting)
         pieces = [torch.ones(n, 2) for n in (1, 0, 4)]
         t.all_gather([torch.empty_like(piece) for piece in pieces], pieces[t.rank], (0, 1, 2)).wait()
         assert sent == [[8, 8], [], [32, 32]][t.rank]

@@ -100,6 +100,7 @@ def test_sums_of_groups_that_overlap_do_not_mix() -> None:
 
     def action(transport: Transport) -> list[float]:
         groups = [ranks for ranks in ((0, 1, 2), (0, 1), (1, 2, 3)) if transport.rank in ranks]
+        transport.connect(groups)
         tensors = [torch.tensor(10.0**transport.rank) for _ in groups]
         works = [all_reduce(transport, tensor, ranks) for tensor, ranks in zip(tensors, groups, strict=True)]
         for work in reversed(works):

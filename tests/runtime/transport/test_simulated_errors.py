@@ -57,6 +57,20 @@ def test_members_of_a_collective_that_disagree_are_both_named(other: Action, ask
     caught.match(rf"rank 1: {asked} over ranks \(0, 1\)")
 
 
+def test_ranks_that_were_not_connected_are_told_what_to_connect() -> None:
+    def action(t: Transport) -> None:
+        t.connect([(0, 1)] if t.rank == 2 else [])  # what one rank asks for holds for all
+        if t.rank < 2:
+            t.all_reduce(torch.ones(1), (0, 1)).wait()
+        if t.rank > 0:
+            with pytest.raises(
+                ValueError, match=r"all_reduce over \(1, 2\), .* every rank call connect\(\[\(1, 2\)\]\)"
+            ):
+                t.all_reduce(torch.ones(1), (1, 2))
+
+    run_ranks(3, action)
+
+
 # deadlocks
 
 
@@ -95,6 +109,7 @@ def test_a_collective_that_one_member_does_not_join_is_a_deadlock() -> None:
 
 def test_collectives_of_two_groups_in_crossed_order_are_a_deadlock() -> None:
     def action(t: Transport, *groups: tuple[int, ...]) -> None:
+        t.connect(groups)
         for ranks in groups:
             if t.rank in ranks:
                 t.all_reduce(torch.ones(1), ranks).wait()
