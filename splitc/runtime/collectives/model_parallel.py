@@ -103,9 +103,11 @@ class Group:
     # -- collectives of unequal pieces ---------------------------------------------------------------------------------
 
     def _gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Arriving:
-        """All-gather: the members' tensors, of these sizes along `dim`, concatenated."""
-        pieces = [x.new_empty(_resized(x, dim, size)) for size in sizes]
-        return Arriving(self.transport.all_gather(pieces, x, self.ranks), lambda: torch.cat(pieces, dim))
+        """All-gather: the members' tensors, of these sizes along `dim`, concatenated; along the first dim in place."""
+        whole = x.new_empty(_resized(x, 0, sum(sizes))) if dim == 0 else None
+        pieces = [x.new_empty(_resized(x, dim, n)) for n in sizes] if whole is None else list(whole.split(list(sizes)))
+        work = self.transport.all_gather(pieces, x, self.ranks)
+        return Arriving(work, lambda: torch.cat(pieces, dim) if whole is None else whole)
 
     def _scatter_sum(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Arriving:
         """Reduce-scatter: this member's piece along `dim` of the sum of the members' tensors."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from splitc.ir.transitions import nbytes_sent
 from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.collectives.model_parallel import Group
-from splitc.runtime.transport.base import Transport
+from splitc.runtime.transport.base import Transport, Work
 from tests.support.ranks import on_ranks
 from tests.support.sampling import in_one
 from tests.support.transitions import TABLE, TRANSITIONS, Case, cases, count_sent, fractions_sent
@@ -168,6 +168,22 @@ def test_groups_of_some_ranks_leave_the_others_alone() -> None:
         return moved(group, torch.tensor([transport.rank]), State.BATCH, State.REPLICATE, Extents((1, 1)))
 
     assert [gathered.tolist() for gathered in on_ranks(4, action)] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_what_is_gathered_along_the_first_dim_is_not_copied_again() -> None:
+    def action(transport: Transport) -> bool:
+        given, gather = list[Tensor](), transport._all_gather
+
+        def watched(outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+            given.extend(outputs)
+            return gather(outputs, tensor, ranks)
+
+        transport._all_gather = watched  # type: ignore[method-assign]
+        group, rows = Group(transport, range(3)), (2, 0, 3)
+        whole = moved(group, random(1, rows[transport.rank], 4), State.BATCH, State.REPLICATE, Extents(rows))
+        return all(piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for piece in given)
+
+    assert on_ranks(3, action) == [True] * 3
 
 
 def test_a_second_derivative_is_refused() -> None:
