@@ -279,13 +279,15 @@ class CompiledProgram:
         accumulate: int | None = None,
         seed: int = 0,
         backend: str | None = None,
+        device: str | None = None,
         **options: Any,
     ) -> Worker:
         """Make the worker of this process, inside torchrun.  Collective: all use the programs and weights of rank 0.
 
-        Its arguments are those of `Worker`; backend: of torch.distributed.
+        Its arguments are those of `Worker`; backend: of torch.distributed; device: "cpu" or "cuda", None: the GPUs,
+        where torch sees any.
         """
-        transport = join(self._settings.world, backend, self.call)
+        transport = join(self._settings.world, backend, device, self.call)
         program, held = of_rank_0(transport, lambda: (self.files, self.parts()), self.own)
         keys = transport.broadcast_object(first_names(self._model.state_dict()))
         return Worker(program, transport, held, keys, optimizer, clip_norm, accumulate, seed, **options)

@@ -57,10 +57,11 @@ class DeferredProgram:
         accumulate: int | None = None,
         seed: int = 0,
         backend: str | None = None,
+        device: str | None = None,
         **options: Any,
     ) -> DeferredWorker:
         """Make the worker of this process, inside torchrun; it compiles on the first batch.  Collective."""
-        transport = join(self._settings.world, backend, self._call)
+        transport = join(self._settings.world, backend, device, self._call)
         options |= {"clip_norm": clip_norm, "accumulate": accumulate}
         make = partial(Worker, keys=first_names(self._model.state_dict()), optimizer=optimizer, seed=seed, **options)
         return DeferredWorker(self, transport, make)

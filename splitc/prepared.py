@@ -28,11 +28,12 @@ def prepare(
     The global batch is that of DistributedDataParallel, the loader's batch times the number of processes, divided among
     those that read data.  Rank 0 compiles on the first batch.
 
+    model: on the CPU; a copy on a GPU would stay there beside what the rank trains.
     optimizer: makes the optimizer of the named parameters that it is given.
     loss: a function of (output, target), or of the output alone; None where the model returns it.
     loader: a plain DataLoader, whose batches are the inputs, followed by the targets that the loss takes.
     options: of `compile` (cluster, strategy, pins, global_batch, ...) and of its worker (clip_norm, accumulate,
-    ...).  seed: also of the order of the examples.
+    backend, device, ...).  seed: also of the order of the examples.
 
     Raises LaunchError outside torchrun.
     """
@@ -48,7 +49,12 @@ def prepare(
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise LaunchError("prepare takes the plain model, without DistributedDataParallel around it")
     of_compile = inspect.signature(compile).parameters.keys() - {"world", "example", "target", "plan", "watch"}
-    of_worker = {*inspect.signature(Worker).parameters, "backend"} - {"program", "transport", "weights", "keys"}
+    of_worker = {*inspect.signature(Worker).parameters, "backend", "device"} - {
+        "program",
+        "transport",
+        "weights",
+        "keys",
+    }
     if unknown := [name for name in options if name not in of_compile | of_worker]:
         raise TypeError(f"prepare has no option {', '.join(unknown)}; {', '.join(sorted(of_compile | of_worker))}")
     batch = taken_over(loader)[1]["batch_size"]

@@ -74,6 +74,7 @@ options, after the folder
   --data MODULE:FUNCTION  batches of a rank; synthetic ones without it
   --seed N                of dropout and of synthetic data (default 0)
   --backend NAME          gloo or nccl
+  --device NAME           cpu or cuda
   --save FILE             write the trained model's state_dict there
   --measure               print what each rank computes, waits for and sends
                           beside what was predicted; 3 steps are left out

@@ -71,7 +71,7 @@ def open_worker(
     """
     folder = Path(script).resolve().parent
     _check_options(folder, args)
-    transport = init(world, args.backend)
+    transport = init(world, args.backend, args.device, tell=True)
     require_one_build(folder, transport)
     worker = load_worker(
         folder, transport if args.measure is None else Recorder(transport), optimizer, args.seed, **options

@@ -33,6 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--eval-every", type=positive, metavar="N", help="evaluate every N steps; the last is evaluated in any case")
     add("--seed", type=int, default=0, metavar="N", help="of dropout, order and synthetic data (default 0)")
     add("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
+    add("--device", choices=("cpu", "cuda"), help="default: the GPUs, where torch sees any")
     add("--save", type=Path, metavar="FILE", help="write the trained model's state_dict there")
     add("--save-every", type=positive, metavar="N", help="write a checkpoint every N steps, and after the last")
     add("--checkpoints", type=Path, default=Path("checkpoints"), metavar="FOLDER", help="default: checkpoints")

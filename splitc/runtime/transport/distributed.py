@@ -1,29 +1,32 @@
-"""Ranks as processes under torchrun, on torch.distributed.
-
-backend   when it is chosen                     where tensors travel
-gloo      no GPU, or device="cpu"               from the memory of the CPU
-nccl      as many GPUs as ranks on this host    from GPU to GPU
-gloo      several ranks share a GPU             staged: copied to the CPU and back
-"""
+"""Ranks as processes under torchrun, on torch.distributed; `devices` says which device and backend they take."""
 
 import math
 import os
+import pickle
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ..errors import LaunchError
 from ..heap import keep_memory
 from .agreement import require_equal, versions
+from .devices import Seat, choose, device_of, in_words, wanted
 from .in_flight import cause
 from .network import choose_interface
 from .torch_transport import TorchTransport
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
-DEFAULT_TIMEOUT = 120.0  # seconds; the environment's SPLITC_TIMEOUT goes before it
+DEFAULT_TIMEOUT, NCCL_TIMEOUT = 120.0, 600.0  # seconds; the environment's SPLITC_TIMEOUT goes before them
+
+_starts = count(1)  # a program may join, close, and join again, in one store
 
 
 def init(
@@ -31,6 +34,7 @@ def init(
     backend: str | None = None,
     device: str | torch.device | None = None,
     timeout: float | None = None,
+    tell: bool = False,
 ) -> TorchTransport:
     """Join the ranks that torchrun started, and return this rank's transport.
 
@@ -38,14 +42,15 @@ def init(
     backend and timeout, and left open by `close`; `timeout` then holds for the groups made here.
 
     world: the number of ranks the program was compiled for; None accepts any.
-    backend, device: None chooses as the table above says, from LOCAL_RANK, LOCAL_WORLD_SIZE and
-        the GPUs in sight.  Hosts that would choose differently need an explicit `backend`.
+    backend, device: None chooses as the table in `devices` says, alike on every rank.
     timeout: seconds that a rank waits for another one before it gives the other up.
+    tell: where there are GPUs, rank 0 says on stderr which devices and backend the ranks take.
 
     Ranks on several hosts meet over the interface that reaches MASTER_ADDR, unless GLOO_SOCKET_IFNAME names one.
 
     Raises LaunchError when torchrun did not start this process, started another number of ranks
-    than `world`, or when the ranks do not find each other in time; on every rank when their versions differ.
+    than `world`, or when the ranks do not find each other in time; on every rank when their versions differ, or when
+    NCCL is asked for and ranks share a GPU.
     """
     joined = dist.is_initialized()
     missing = [name for name in _ENVIRONMENT if name not in os.environ]
@@ -58,31 +63,69 @@ def init(
     another = f"the program is compiled for {world} ranks, but WORLD_SIZE is {started}; {remedy}"
     if world not in (None, started) and on_one_host:
         raise LaunchError(another)
-    seconds = seconds_to_wait(timeout)
-    if joined:
-        backend = str(dist.get_backend())
-    backend, where = _choose(backend, device, started)
+    where = device_of(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     else:
         keep_memory()
-    if not joined:
-        choose_interface()
-        try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
-        except RuntimeError as error:
-            raise LaunchError(
-                f"rank {os.environ['RANK']} of {started} did not find the others at "
-                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {seconds:g} s "
-                f"over the interface {os.environ.get('GLOO_SOCKET_IFNAME', 'of the host name')} (GLOO_SOCKET_IFNAME): "
-                f"{cause(error)}"
-            ) from error
-    transport = TorchTransport(where, seconds, owns_process_group=not joined)
+    transport = _join(where, backend, timeout, tell)
     require_equal(transport, {"the number of ranks of the build": world or started}, "copy one build to every host")
     require_equal(transport, versions(), "install the same on every host")
     if world not in (None, started):
         raise LaunchError(another)
     return transport
+
+
+def _join(where: torch.device, backend: str | None, timeout: float | None, tell: bool) -> TorchTransport:
+    """Tell the others where this rank computes, choose the backend with them, and make the process group."""
+    joined, seconds = dist.is_initialized(), seconds_to_wait(timeout)
+    with _finding_others(seconds):
+        if joined:
+            rank, world, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend_config()
+            store = dist.distributed_c10d._get_default_store()
+        else:
+            choose_interface()
+            store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+        store = dist.distributed_c10d.PrefixStore(f"splitc/start {next(_starts)}", store)
+        seats = _told(store, rank, world, Seat.of(where, wanted(backend)))
+    remedy = "start one rank for each GPU, or " + (
+        "make the process group with the backend 'cpu:gloo,cuda:nccl'"
+        if joined
+        else "leave the backend out: tensors then travel through the CPU"
+    )
+    chosen = choose(seats, remedy)
+    seconds = seconds_to_wait(timeout, NCCL_TIMEOUT if chosen == "nccl" else DEFAULT_TIMEOUT)
+    if tell and rank == 0 and (line := in_words(seats, chosen)):
+        print(line, file=sys.stderr, flush=True)
+    if not joined:
+        within = timedelta(seconds=seconds)
+        store.set_timeout(within)
+        with _finding_others(seconds):
+            dist.init_process_group(backend or chosen, timeout=within, store=store, rank=rank, world_size=world)
+    staged = where.type == "cuda" and chosen != "nccl"
+    return TorchTransport(where, seconds, owns_process_group=not joined, staged=staged)
+
+
+def _told(store: Any, rank: int, world: int, own: Seat) -> list[Seat]:
+    """What every rank tells of itself, through the store: in two requests of each rank, and one more of rank 0."""
+    store.set(str(rank), pickle.dumps(own))
+    if rank == 0:
+        store.set("all", pickle.dumps([pickle.loads(store.get(str(each))) for each in range(world)]))
+    seats: list[Seat] = pickle.loads(store.get("all"))
+    return seats
+
+
+@contextmanager
+def _finding_others(seconds: float) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        rank, world, master, port = (os.environ.get(name, "?") for name in _ENVIRONMENT)
+        raise LaunchError(
+            f"rank {rank} of {world} did not find the others at {master}:{port} within {seconds:g} s "
+            f"over the interface {os.environ.get('GLOO_SOCKET_IFNAME', 'of the host name')} (GLOO_SOCKET_IFNAME): "
+            f"{cause(error)}"
+        ) from error
 
 
 def started_world() -> int | None:
@@ -100,9 +143,9 @@ def rank_among(world: int, alone: int = 0) -> int:
     return int(os.environ["RANK"]) if started else alone
 
 
-def seconds_to_wait(timeout: float | None = None) -> float:
+def seconds_to_wait(timeout: float | None = None, default: float = DEFAULT_TIMEOUT) -> float:
     """What a rank waits for another one before it gives it up."""
-    given = os.environ.get("SPLITC_TIMEOUT", DEFAULT_TIMEOUT) if timeout is None else timeout
+    given = os.environ.get("SPLITC_TIMEOUT", default) if timeout is None else timeout
     try:
         seconds = float(given)
     except ValueError:
@@ -110,19 +153,3 @@ def seconds_to_wait(timeout: float | None = None) -> float:
     if not 0 < seconds < math.inf:
         raise LaunchError(f"the timeout (SPLITC_TIMEOUT) is {given!r}; it must be a number of seconds above 0")
     return seconds
-
-
-def _choose(backend: str | None, device: str | torch.device | None, world: int) -> tuple[str, torch.device]:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    where = torch.device(device if device is not None else "cuda" if gpus else "cpu")
-    if where.type == "cuda" and gpus == 0:
-        raise LaunchError("device='cuda', but torch sees no GPU")
-    if where.type == "cuda" and where.index is None:
-        number = os.environ.get("LOCAL_RANK", os.environ.get("RANK", torch.cuda.current_device()))
-        where = torch.device("cuda", int(number) % gpus)
-    if backend is None:
-        backend = "nccl" if where.type == "cuda" and gpus >= local_world else "gloo"
-    if backend == "nccl" and where.type != "cuda":
-        raise LaunchError(f"backend='nccl' needs a GPU for each rank, but the device is {where}")
-    return backend, where

@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
@@ -99,11 +100,11 @@ def refusals_told(world: int) -> Iterator[Call]:
         raise
 
 
-def join(world: int, backend: str | None, call: Call) -> TorchTransport:
+def join(world: int, backend: str | None, device: str | torch.device | None, call: Call) -> TorchTransport:
     """`init` for the program of a call, once all ranks have come with it."""
     for meeting in _meetings(world):
         meeting.meet(call)
-    return init(world, backend)
+    return init(world, backend, device, tell=True)
 
 
 def _meetings(world: int) -> list[Meeting]:

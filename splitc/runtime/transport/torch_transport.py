@@ -52,12 +52,13 @@ class TorchTransport(Transport):
         timeout: float,
         owns_process_group: bool,
         everyone: dist.ProcessGroup | None = None,
+        staged: bool = False,
     ) -> None:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         self.device = device
-        self.staged = device.type == "cuda" and "nccl" not in str(dist.get_backend())
-        self._gpu = device if device.type == "cuda" and not self.staged else None  # NCCL's
+        self.staged = staged
+        self._gpu = device if device.type == "cuda" and not staged else None  # NCCL's
         self._timeout = timeout
         self._owns_process_group = owns_process_group
         self._everyone = everyone  # None: the default group
