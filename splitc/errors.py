@@ -4,9 +4,10 @@ Subclasses of SplitcError are about the input; InternalError is a bug of splitc.
 (the node and the user's file and line), the numbers with their units, and what to do.
 """
 
-from splitc.runtime.errors import LaunchError, NonFiniteError, RanksFailed, SplitcError, bullets
+from splitc.runtime.errors import BackendError, LaunchError, NonFiniteError, RanksFailed, SplitcError, bullets
 
 __all__ = [
+    "BackendError",
     "CaptureError",
     "CostError",
     "InternalError",

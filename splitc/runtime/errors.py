@@ -15,6 +15,10 @@ class RanksFailed(LaunchError):
     """Ranks were started, and one of them failed; its own error is in the text."""
 
 
+class BackendError(SplitcError):
+    """The backend of this rank, NCCL say, refused an operation or failed in it: no other rank is the cause."""
+
+
 class NonFiniteError(SplitcError):
     """The loss or a gradient of a step is infinite or not a number."""
 

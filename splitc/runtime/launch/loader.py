@@ -141,7 +141,9 @@ def of_rank_0(
     compiled: the files, and the weights of each rank.  own: as in `load_rank`.
     """
     files, weights = None, None
-    with agreed(transport, "compile the program"):
+    # Planning may take minutes, and NCCL ends processes that wait so long.
+    patient = transport.side_group() if transport.waits_hold_the_stream else None
+    with agreed(patient or transport, "compile the program"):
         if transport.rank == 0:
             files, parts = compiled()
             weights = list(parts)

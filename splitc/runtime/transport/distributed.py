@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ..errors import LaunchError
+from ..errors import BackendError, LaunchError
 from ..heap import keep_memory
 from .agreement import require_equal, versions
 from .devices import Seat, choose, device_of, in_words, wanted
-from .in_flight import cause
+from .in_flight import cause, fails_by_itself
 from .network import choose_interface
 from .torch_transport import TorchTransport
 
@@ -121,6 +121,8 @@ def _finding_others(seconds: float) -> Iterator[None]:
         yield
     except RuntimeError as error:
         rank, world, master, port = (os.environ.get(name, "?") for name in _ENVIRONMENT)
+        if fails_by_itself(error):
+            raise BackendError(f"rank {rank} of {world}: {cause(error)}") from error
         raise LaunchError(
             f"rank {rank} of {world} did not find the others at {master}:{port} within {seconds:g} s "
             f"over the interface {os.environ.get('GLOO_SOCKET_IFNAME', 'of the host name')} (GLOO_SOCKET_IFNAME): "

@@ -20,6 +20,9 @@ _SUMMABLE = {
     torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
 }  # fmt: skip
 
+_NCCL = re.compile(r"^(nccl[A-Z]\w+): (.*)(?:\nLast error: *\n?(.*))?", re.MULTILINE)
+_OF_A_PEER = re.compile("ncclRemoteError|timeout|timed out|abort|connect|socket|(remote|by) peer|store", re.IGNORECASE)
+
 
 class InFlight:
     """One operation under way: torch's works, and the tensors that must live until they end.
@@ -135,6 +138,15 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def cause(error: RuntimeError) -> str:
-    """The informative part of torch's message, without the C++ file name and general advice."""
+    """The informative part of torch's message, without the C++ file name and general advice; of NCCL its last error."""
+    if by_nccl := _NCCL.search(str(error)):
+        kind, in_general, last = by_nccl.groups()
+        return f"{kind}: {(last or in_general).strip()}"
     line = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[\S+\] ", "", line).partition(". This is typically")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).partition(". This is typically")[0]
+
+
+def fails_by_itself(error: RuntimeError) -> bool:
+    """Whether NCCL or CUDA names a cause on this rank, and not a peer that is late or gone."""
+    by_nccl = isinstance(error, dist.DistBackendError) and not _OF_A_PEER.search(cause(error))
+    return by_nccl or str(error).startswith("CUDA")

@@ -18,8 +18,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # its default arguments would keep a process group that is there already
 from torch import Tensor
 
+from ..errors import BackendError
 from .base import Message, PeerLost, Transport, Work, describe, describe_all
-from .in_flight import InFlight, as_bytes, cause, joined, summable
+from .in_flight import InFlight, as_bytes, cause, fails_by_itself, joined, summable
 
 # Tags that programs do not use: of the messages that make up collectives.
 _GATHER_TAG, _SCATTER_TAG = 2**31 - 2, 2**31 - 3
@@ -211,6 +212,8 @@ class TorchTransport(Transport):
         try:
             yield
         except RuntimeError as error:
+            if fails_by_itself(error):
+                raise BackendError(f"rank {self.rank} of {self.world}: {what}: {cause(error)}") from error
             raise PeerLost(
                 f"rank {self.rank} of {self.world}: {what}: {cause(error)}; a peer died, or did "
                 f"not do its part within {self._timeout:g} s: look for the first error of the "

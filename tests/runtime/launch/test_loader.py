@@ -9,8 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch import Tensor
 
-from splitc.runtime.launch.loader import load_rank
+from splitc.errors import LaunchError
+from splitc.runtime.launch.loader import load_rank, of_rank_0
+from splitc.runtime.transport.base import Transport
+from splitc.runtime.transport.simulated import SimulatedTransport, run_ranks
 
 FILES = {
     "conv.py": "state = []\n\ndef fail():\n    raise ValueError('here')  # the line\n",
@@ -81,3 +85,29 @@ def test_ranks_may_load_at_the_same_time() -> None:
     for thread in threads:
         thread.join()
     assert loaded == {name: name for name in builds}
+
+
+def test_ranks_on_nccl_wait_for_rank_0s_compiling_on_a_group_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's watchdog ends processes that wait for long in one of its own collectives."""
+    waited: list[int] = []
+
+    class Side(SimulatedTransport):
+        def all_gather_objects(self, value: object) -> list[object]:
+            waited.append(self.rank)
+            return super().all_gather_objects(value)
+
+    def side_group(transport: SimulatedTransport) -> Side:
+        return Side(transport._mailbox, transport.rank)
+
+    def compiled() -> tuple[dict[str, str], list[dict[str, Tensor]]]:
+        raise LaunchError("it cannot")
+
+    def rank(transport: Transport) -> str:
+        with pytest.raises(LaunchError) as caught:
+            of_rank_0(transport, compiled)
+        return str(caught.value)[-9:]
+
+    assert run_ranks(2, rank) == ["it cannot"] * 2 and not waited
+    monkeypatch.setattr(SimulatedTransport, "waits_hold_the_stream", True)
+    monkeypatch.setattr(SimulatedTransport, "side_group", side_group)
+    assert run_ranks(2, rank) == ["it cannot"] * 2 and sorted(waited) == [0, 1]
