@@ -169,7 +169,8 @@ class _Timer:
 
 def tf32(where: torch.device) -> bool:
     """Whether convolutions in float32 compute in TF32 there: from Ampere on, unless this process has turned it off."""
-    on = where.type == "cuda" and torch.backends.cudnn.conv.fp32_precision == "tf32"
+    cudnn: Any = torch.backends.cudnn
+    on = where.type == "cuda" and cudnn.conv.fp32_precision == "tf32"
     return on and torch.cuda.get_device_capability(where) >= (8, 0)
 
 

@@ -38,7 +38,7 @@ CELLS = [(name, (4, 3, 2)[k % 3], k % 2, F32 if k == 1 else F64) for k, name in 
 def test_a_model_of_the_matrix_is_one_process_under_every_other_strategy(
     name: str, world: int, half: int, dtype: torch.dtype
 ) -> None:
-    for strategy in strategies(world)[half::2]:
+    for strategy in [*strategies(world)][half::2]:
         result = cell(name, world, strategy).verify(dtype=dtype)
         assert result.holds and result.tolerance == (1e-9 if dtype == F64 else 1e-5), f"{strategy}\n{result}"
 

@@ -79,9 +79,9 @@ def restore(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Mapping[str,
     for each in {*own.optimizers.values(), own.scheduled} if run["options"] else ():
         for group, options in zip(each.param_groups, run["options"], strict=True) if each else ():
             set_options(group, options)
-    for optimizer, group, name, parameter in list(own.optimized()):
+    for optimizer, options, name, parameter in list(own.optimized()):
         if kept := run["numbers"].get(state.first_name(name)):
-            optimizer.state[parameter] = dict(_optimizer_state(own, saved, name, parameter, kept, group))
+            optimizer.state[parameter] = dict(_optimizer_state(own, saved, name, parameter, kept, options))
     if alone is None:
         return dict(run["objects"])
     _restore_alone(own, alone, run["numbers"])

@@ -43,7 +43,7 @@ class Trial:
 
 @contextmanager
 def ieee_float32() -> Iterator[None]:
-    """Compute float32 on GPUs with all its bits, as a reference on the CPU does; TF32, torch's default, has 10 of 23."""
+    """Compute float32 on GPUs with all its bits, as a reference on the CPU does; TF32 has 10 of 23."""
     cudnn: Any = torch.backends.cudnn
     kinds = cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul
     before = [kind.fp32_precision for kind in kinds]

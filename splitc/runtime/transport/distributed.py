@@ -100,8 +100,11 @@ def _join(where: torch.device, backend: str | None, timeout: float | None, tell:
     if not joined:
         within = timedelta(seconds=seconds)
         store.set_timeout(within)
+        bound = where if chosen == "nccl" else None  # its communicators are created at once, so errors show here
         with _finding_others(seconds):
-            dist.init_process_group(backend or chosen, timeout=within, store=store, rank=rank, world_size=world)
+            dist.init_process_group(
+                backend or chosen, timeout=within, store=store, rank=rank, world_size=world, device_id=bound
+            )
     staged = where.type == "cuda" and chosen != "nccl"
     return TorchTransport(where, seconds, owns_process_group=not joined, staged=staged)
 

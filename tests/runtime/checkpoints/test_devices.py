@@ -113,7 +113,12 @@ def test_files_of_a_gpus_rank_travel_between_hosts_in_parts(tmp_path: Path, monk
         send = side._isend
         transport.device, transport.side_group = torch.device("cuda", transport.rank), lambda: side
         transport._isend = transport._irecv = lambda *_: pytest.fail("a file on its way to a GPU")
-        side._isend = lambda tensor, *route: (sizes.append(tensor.nbytes), send(tensor, *route))[1]
+
+        def counted(tensor: Tensor, *route: Any) -> Any:
+            sizes.append(tensor.nbytes)
+            return send(tensor, *route)
+
+        side._isend = counted
         return tmp_path / str(transport.rank)
 
     def saved(worker: Worker) -> Any:

@@ -160,7 +160,9 @@ def test_one_rank_on_a_gpu_takes_nccl_with_its_longer_timeout(
     seen = joined()
     assert (seen["backend"], seen["where"], seen["staged"], seen["seconds"]) == ("nccl", "cuda:1", False, 600.0)
     assert seen["timeout"] == timedelta(seconds=600) and seen["rank"] == 0 and seen["world_size"] == 1
+    assert seen["device_id"] == torch.device("cuda:1"), "NCCL's communicators are there at once"
     seen = joined(device="cpu")
+    assert seen["device_id"] is None
     assert (seen["backend"], seen["where"], seen["staged"], seen["seconds"]) == ("gloo", "cpu", False, 120.0)
     monkeypatch.setenv("SPLITC_TIMEOUT", "7")
     assert joined()["seconds"] == 7.0
