@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,15 +52,18 @@ def lives(strategy: str, world: int, folder: Path) -> tuple[Life, Life]:
 
 def live(folder: Path, strategy: str, resume: bool) -> Life:
     """One rank's part."""
-    torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.deterministic = "ieee", True
+    cudnn: Any = torch.backends.cudnn
+    cudnn.conv.fp32_precision, cudnn.deterministic = "ieee", True
     torch.manual_seed(5)
-    dataset, model = TensorDataset(*images(96)), Small(norm=True, drop=0.5)
-    program = splitc.compile(
-        model, started_world() or 1, *dataset[:4], F.cross_entropy, cluster="v100-10gbe", strategy=strategy
-    )
+    given, labels = images(96)
+    dataset, model = TensorDataset(given, labels), Small(norm=True, drop=0.5)
+    options: dict[str, Any] = {"cluster": "v100-10gbe", "strategy": strategy}
+    program = splitc.compile(model, started_world() or 1, given[:4], labels[:4], F.cross_entropy, **options)
     worker = program.worker(sgd)
+    assert isinstance(worker, Worker)
     loader = worker.loader(dataset, 4, seed=1)
-    worker.resume(folder / "run") if resume else None
+    if resume:
+        worker.resume(folder / "run")
     losses: list[float] = []
     saving = 0.0
     for batch in loader:
