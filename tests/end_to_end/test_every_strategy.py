@@ -16,6 +16,7 @@ from splitc.verify.verify import Verification
 from tests.support.compiled import compiled
 from tests.support.every_strategy import Asked, everywhere, group_size, planned
 from tests.support.models import CASES
+from tests.support.norm_kernels import kernels_on_the_cpu
 from tests.support.sampling import along, in_pairs
 
 
@@ -101,6 +102,8 @@ def test_synchronised_norms_are_those_of_one_process_over_the_whole_batch(
     result = program.verify()
     assert_exact(result)
     assert not any("BatchNorm normalises" in note for note in result.notes)
+    with kernels_on_the_cpu():
+        assert_exact(program.verify())
 
 
 # -- numbers that do not divide ----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import nn
 from tests.support import launches as counting
 from tests.support.compiled import compiled
 from tests.support.launches import Launches, launches, of_step
+from tests.support.norm_kernels import kernels_on_the_cpu
 
 LAYERS = 10
 
@@ -44,6 +45,15 @@ def test_a_step_of_data_parallel_launches_what_one_process_does_and_ten_more() -
     program = compiled(model, (x,), y, F.cross_entropy, 2, "data_parallel")
     found = of_step(program, optimizer=foreach).number
     assert (eager(model, x, y), found) == (80, 89)  # a bucket to fill, a loss to scale and to sum
+
+
+def test_synchronised_batch_norm_launches_at_most_twice_as_much_as_one_process() -> None:
+    model, x, y = convolutions(), torch.randn(4, 4, 6, 6), torch.randint(5, (4,))
+    program = compiled(model, (x,), y, F.cross_entropy, 2, "data_parallel(sync_batchnorm=True)")
+    with kernels_on_the_cpu():
+        found = of_step(program, optimizer=foreach)
+    assert found.number <= 2 * eager(model, x, y), found.ops
+    assert found.ops["batch_norm_elemt"] == found.ops["batch_norm_backward_elemt"] == LAYERS
 
 
 def test_what_happens_to_gradients_launches_as_much_for_many_parameters_as_for_few() -> None:

@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from splitc.compiled import CompiledProgram
 from splitc.cost_models.compute.op_bytes import bytes_accessed, name_of
 from splitc.cost_models.memory.null_transport import NullTransport
 from splitc.runtime.launch.feed import synthetic
+from splitc.runtime.transport.base import Work
 from splitc.runtime.worker import Worker
 from tests.support.ranks import sgd, worker_of
 
@@ -88,9 +90,19 @@ def of_step(program: CompiledProgram, rank: int = 0, optimizer: Any = sgd, **opt
         return launches(lambda: worker.step(*batch))
 
 
+class Echo(NullTransport):
+    """Peers who send nothing, and of whom a gather finds the same as this rank gives."""
+
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+        with _disable_current_modes():
+            for output in outputs:
+                output.detach().copy_(tensor.detach())
+        return super()._all_gather(outputs, tensor, ranks)
+
+
 @contextmanager
 def alone(program: CompiledProgram, rank: int, optimizer: Any, **options: Any) -> Iterator[Worker]:
-    """The worker of a rank whose peers are silent: what it sends is dropped, what it receives is there at once."""
-    transport = NullTransport(rank, program.plan, lambda tensors: None)
+    """The worker of a rank without peers: what it sends is dropped, what it receives is there at once."""
+    transport = Echo(rank, program.plan, lambda tensors: None)
     with torch.random.fork_rng():
         yield worker_of(program, transport, optimizer, **options)

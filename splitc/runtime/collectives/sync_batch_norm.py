@@ -7,6 +7,9 @@ With the sums taken over all N values of a channel, on all members:
     dx = weight / sqrt(var + eps) (dy - sum dy / N - h sum(dy h) / N)
 
 Forward needs one all-reduce of 2C + 1 numbers and backward one of 2C.  Each member's batch counts by its size.
+
+On a GPU torch's own kernels for it do the same, in two launches of each direction over x.  There forward has an
+all-gather of each member's mean, 1 / sqrt(var + eps) and number of values, which a third one merges.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from torch.nn.modules.batchnorm import _BatchNorm as _Norm
 
 from ..transport.base import describe
 from .model_parallel import Group
+
+_NO_EXAMPLES = 1e-30
+"""How many values a member without any gives to the kernels: they divide by the sum of those before, and not by 0."""
 
 
 def batch_norm(group: Group, x: Tensor, module: _Norm) -> Tensor:
@@ -39,8 +45,14 @@ def batch_norm(group: Group, x: Tensor, module: _Norm) -> Tensor:
     affine = module.weight, module.bias
     if not training or group.size == 1:
         return F.batch_norm(x, module.running_mean, module.running_var, *affine, training, momentum, module.eps)
-    y: Tensor = _BatchNorm.apply(x, *affine, group, module, momentum)  # type: ignore[no-untyped-call]
+    function = _ByKernels if has_kernels(x) else _BatchNorm
+    y: Tensor = function.apply(x, *affine, group, module, momentum)  # type: ignore[no-untyped-call]
     return y
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether torch has its kernels of synchronised BatchNorm where `x` is."""
+    return x.is_cuda
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -82,6 +94,51 @@ class _BatchNorm(torch.autograd.Function):
         return d_x, d_weight, d_bias, None, None, None
 
 
+class _ByKernels(torch.autograd.Function):
+    """The same by the kernels of torch's `SyncBatchNorm`; unlike there the host reads no counts from the GPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, group: Group, module: _Norm, momentum: float
+    ) -> Tensor:
+        x, own, channels = _dense(x), x.numel() // x.size(1), x.size(1)
+        count = x.new_full((1,), own or _NO_EXAMPLES, dtype=_computing_dtype(x))
+        row = torch.cat([*(torch.batch_norm_stats(x, module.eps) if own else [count.new_ones(channels)] * 2), count])
+        every = row.new_empty(group.size, 2 * channels + 1)
+        group.transport.all_gather(list(every), row, group.ranks).wait()
+        means, inverses, counts = every.split([channels, channels, 1], 1)
+        _require_values(x, counts)
+        kept = module.running_mean, module.running_var
+        running_mean, running_var = (None if each is None else each.to(row.dtype) for each in kept)
+        mean, inverse = torch.batch_norm_gather_stats_with_counts(
+            means, means, inverses, running_mean, running_var, momentum, module.eps, counts.view(-1)
+        )
+        for old, new in zip(kept, (running_mean, running_var), strict=True):
+            if old is not None and new is not None and old is not new:
+                old.copy_(new)
+        ctx.save_for_backward(x, weight, mean, inverse, counts.view(-1).int())
+        ctx.group = group
+        return torch.batch_norm_elemt(x, weight, bias, mean, inverse, module.eps) if own else torch.empty_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse, counts = ctx.saved_tensors
+        grad, needed, d_x = _dense(grad), ctx.needs_input_grad[:3], None
+        if x.numel():
+            *sums, d_weight, d_bias = torch.batch_norm_backward_reduce(grad, x, mean, inverse, weight, *needed)
+        else:
+            *sums, d_weight, d_bias = [torch.zeros_like(mean)] * 4
+        if needed[0]:
+            total = torch.cat(sums)
+            ctx.group.transport.all_reduce(total, ctx.group.ranks).wait()
+            d_x, scale = torch.empty_like(x), None if weight is None else weight.to(mean.dtype)
+            sum_dy, sum_dy_xmu = total.chunk(2)
+            if x.numel():
+                d_x = torch.batch_norm_backward_elemt(grad, x, mean, inverse, scale, sum_dy, sum_dy_xmu, counts)
+        return d_x, d_weight if needed[1] else None, d_bias if needed[2] else None, None, None, None
+
+
 def _statistics(group: Group, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Number of values, mean and biased variance of each channel over all members, in float64.
 
@@ -97,10 +154,20 @@ def _statistics(group: Group, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sums = torch.cat([own * mean, own * (var + mean * mean), sums.new_full((1,), own)])
     sums = group.all_reduce_scalar(sums)
     count = sums[-1]
-    if own < 2 and count < 2:
-        raise ValueError(f"BatchNorm of {describe(x)} in training needs more than one value per channel in all members")
+    _require_values(x, count)
     mean = sums[:channels] / count
     return count, mean, (sums[channels:-1] / count - mean * mean).clamp(min=0)
+
+
+def _require_values(x: Tensor, counts: Tensor) -> None:
+    if x.numel() < 2 * x.size(1) and counts.sum() < 2:  # read where this rank's own do not suffice
+        raise ValueError(f"BatchNorm of {describe(x)} in training needs more than one value per channel in all members")
+
+
+def _dense(x: Tensor) -> Tensor:
+    """`x` as the kernels take it: channels last, where it is so, or contiguous."""
+    formats = torch.channels_last, torch.channels_last_3d
+    return x if any(x.is_contiguous(memory_format=each) for each in formats) else x.contiguous()
 
 
 def _computing_dtype(x: Tensor) -> torch.dtype:

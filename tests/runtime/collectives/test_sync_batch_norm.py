@@ -1,5 +1,7 @@
 """BatchNorm over the examples of several ranks: one process's values, gradients and running statistics."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,10 +12,20 @@ from torch import Tensor, nn
 from splitc.runtime.collectives import sync_batch_norm
 from splitc.runtime.collectives.model_parallel import Group
 from tests.runtime.collectives.test_model_parallel import on_group, own_of, random
+from tests.support.norm_kernels import kernels_on_the_cpu
 from tests.support.ranks import on_ranks
 from tests.support.sampling import along, in_one
 
 C = 3
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["by sums", "by kernels"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test here is of both ways."""
+    with kernels_on_the_cpu() if request.param else nullcontext():
+        yield
+
+
 NEITHER: list[Tensor | None] = [None, None]  # weight and bias
 
 
@@ -44,7 +56,7 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
 
 
 @in_one
-@along(rows=[(2, 2), (1, 4, 2), (3, 0, 1), (1, 1)], space=[(), (4,), (2, 5)], affine=[True, False])
+@along(rows=[(2, 2), (1, 4, 2), (3, 0, 1), (0, 0, 5), (1, 1)], space=[(), (4,), (2, 5)], affine=[True, False])
 def test_values_gradients_and_running_statistics_are_those_of_one_process(
     rows: tuple[int, ...], space: tuple[int, ...], affine: bool
 ) -> None:
@@ -66,7 +78,9 @@ def test_values_gradients_and_running_statistics_are_those_of_one_process(
         own_d_x, *gradients = torch.autograd.grad(ours, parts, own_of(y_grad, rows, group.index, 0))
         close(own_d_x, own_of(d_x, rows, group.index, 0), 1e-11)
         n = group.size
-        assert group.transport.sent_bytes == 2 * (n - 1) * 8 * (2 * C + 1) // n + 2 * (n - 1) * 8 * 2 * C // n
+        has_kernels = sync_batch_norm.has_kernels(x)
+        forward = (n - 1) * 8 * (2 * C + 1) if has_kernels else 2 * (n - 1) * 8 * (2 * C + 1) // n
+        assert group.transport.sent_bytes == forward + 2 * (n - 1) * 8 * 2 * C // n
         return [own_mean, own_var, *gradients]
 
     seen = on_group(len(rows), member)
@@ -108,6 +122,32 @@ def test_half_precision_is_computed_in_float32_with_parameters_of_either(dtype: 
             close(ours.float(), y.split(4)[group.index], 4e-2)
             close(gradients[0].float(), d_x.split(4)[group.index], 4e-2)
             close([own_mean, own_var], [mean, var], 1e-5)
+
+    on_group(2, member)
+
+
+@in_one
+@pytest.mark.parametrize("form", [torch.channels_last, torch.contiguous_format, None])
+def test_the_result_and_its_gradient_lie_as_the_input_does(form: torch.memory_format | None) -> None:
+    def member(group: Group) -> None:
+        x = random(1, 4, C, 5, 2)
+        x = (x.transpose(2, 3) if form is None else x.contiguous(memory_format=form)).requires_grad_()
+        mean, var = (each.bfloat16() for each in statistics())
+        y = batch_norm(group, x, mean, var, training=True)
+        (d_x,) = torch.autograd.grad(y.square().sum(), x)
+        close((mean, var), tuple(each.bfloat16() for each in statistics()), 0.9)
+        assert mean.dtype == torch.bfloat16 and not torch.equal(mean, statistics()[0].bfloat16())
+        if form is not None:
+            assert y.is_contiguous(memory_format=form) and d_x.is_contiguous(memory_format=form)
+
+    on_group(2, member)
+
+
+@pytest.mark.parametrize("rows", [(1, 0), (0, 1)])
+def test_one_value_of_all_members_is_refused_on_every_one(rows: tuple[int, ...]) -> None:
+    def member(group: Group) -> None:
+        with pytest.raises(ValueError, match=r"BatchNorm of \([01], 3\) float64 in training needs more than one value"):
+            batch_norm(group, own_of(random(1, 1, C), rows, group.index, 0), None, None, training=True)
 
     on_group(2, member)
 
