@@ -16,6 +16,7 @@ from .errors import LaunchError
 from .evaluation import Evaluation
 from .failed_step import failed_step
 from .features import FEATURES
+from .memory_format import formats
 from .optimizers import STEP, Made, make_optimizers, state_of
 from .parameter_groups import OptimizerFactory
 from .rank import Rank
@@ -75,7 +76,7 @@ class Training:
         accumulate = program.rank.accumulate if accumulate is None else accumulate
         plan = getattr(program, "PLAN", None)
         self._settings = {"the plan": plan, "seed": seed, "accumulate": accumulate, "clip_norm": clip_norm}
-        others = {"check_finite": check_finite, "ema": ema, "loss_scale": loss_scale}
+        others = {"check_finite": check_finite, "ema": ema, "loss_scale": loss_scale, **formats(weights)}
         require_equal(transport, {**self._settings, **others})  # before anything that ranks of another build do not do
         if type(accumulate) is not int or accumulate < 1:
             raise LaunchError(f"accumulate={accumulate!r}: give a whole number of batches, at least 1")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .errors import LaunchError
 from .generators import seeded_generators
+from .memory_format import dense
 from .spec import Shard
 
 
@@ -57,7 +58,7 @@ def build(
         if empty not in made:
             given = weights[name].detach()
             value = part_of(given, shards.get(name)) if given.shape == empty.shape else given
-            value = value.to(device, copy=True).contiguous()
+            value = dense(value.to(device, copy=True))
             made[empty] = nn.Parameter(value, empty.requires_grad) if isinstance(empty, nn.Parameter) else value
         path, _, attribute = name.rpartition(".")
         setattr(stage.get_submodule(path), attribute, made[empty])  # no shortcut: recurrent layers watch this

@@ -5,6 +5,7 @@ Tensors travel one by one, so a rank needs memory for what it sends or receives 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import LaunchError, bullets
+from .memory_format import shaped
 from .spec import Shard
 from .transport.base import Transport
 from .weights import part_of
@@ -136,13 +138,14 @@ def wholes(tables: Iterable[Parts]) -> dict[str, Tensor]:
             found[name] = like
         elif known is None or (known.dim() and known.size(shard.dim) < shard.last):
             shape = [*like.shape[: shard.dim], shard.last, *like.shape[shard.dim + 1 :]]
-            found[name] = like.new_empty(shape, requires_grad=like.requires_grad)
+            whole = shaped(like.new_empty(math.prod(shape)), like, shape)
+            found[name] = whole.requires_grad_(like.requires_grad)
     return found
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Meta tensors of the same shapes and dtypes."""
-    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    """Meta tensors of the same shapes, dtypes and memory formats."""
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
 
 
 def _send(transport: Transport, tensors: Mapping[str, Tensor], dst: int) -> None:
@@ -152,6 +155,6 @@ def _send(transport: Transport, tensors: Mapping[str, Tensor], dst: int) -> None
 
 def _received(transport: Transport, shapes: Mapping[str, Tensor], src: int) -> Iterator[tuple[str, Tensor]]:
     for name, like in shapes.items():
-        tensor = torch.empty(like.shape, dtype=like.dtype)
+        tensor = torch.empty_like(like, device="cpu")
         transport.irecv(tensor, src).wait()
         yield name, tensor

@@ -117,7 +117,7 @@ def _optimizer_state(
             like.shape == whole and parameter.dim() > 0,
             device_of_state(group, parameter, key, like.dim(), value),
         )
-        tensor = torch.empty(parameter.shape if divided else like.shape, dtype=like.dtype, device=device)
+        tensor = torch.empty_like(parameter if divided else like, dtype=like.dtype, device=device)
         if tensor.numel():
             saved.read({full: own.piece(name, tensor) if divided else Piece(tensor)})
         yield key, tensor

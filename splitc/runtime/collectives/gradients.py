@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ..memory_format import flat, shaped
 from ..transport import doubling
 from ..transport.base import Transport, Work
 from .in_order import InOrder
@@ -54,17 +55,17 @@ class GradientSum:
             *parts, flags = total.split([*sizes, total.numel() - sum(sizes)])
             reached = self._call[0].decided(flags) if self._flags else [p.grad is not None for p in bucket]
             for parameter, part, somewhere in zip(bucket, parts, reached, strict=True):
-                parameter.grad = part.view_as(parameter) if somewhere else None
+                parameter.grad = shaped(part, parameter) if somewhere else None
         self._started = []
 
     def _start(self, k: int) -> None:
         (transport, ranks), bucket = self._call, self._buckets[k]
-        parts = [(torch.zeros_like(p) if p.grad is None else p.grad.detach()).reshape(-1) for p in bucket]
+        parts = [flat(torch.zeros_like(p) if p.grad is None else p.grad.detach(), p) for p in bucket]
         if self._flags:
             parts.append(parts[0].new_tensor([p.grad is not None for p in bucket]))
-        flat = torch.cat(parts) if len(parts) > 1 else parts[0]  # one alone is summed where it is
+        total = torch.cat(parts) if len(parts) > 1 else parts[0]  # one alone is summed where it is
         sum_up = doubling.all_reduce if self._algorithm == "recursive_doubling" else Transport.all_reduce
-        self._started.append((flat, sum_up(transport, flat, ranks[k])))
+        self._started.append((total, sum_up(transport, total, ranks[k])))
 
 
 def all_reduce_tied(transport: Transport, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
@@ -75,8 +76,8 @@ def all_reduce_tied(transport: Transport, stage: nn.Module, tied: Mapping[str, t
         parameter = parameters[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        total = parameter.grad.contiguous()
+        total = flat(parameter.grad, parameter)
         under_way.append((parameter, total, transport.all_reduce(total, ranks)))
     for parameter, total, work in under_way:
         work.wait()
-        parameter.grad = total
+        parameter.grad = shaped(total, parameter)

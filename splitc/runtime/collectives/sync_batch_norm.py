@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm as _Norm
 
+from ..memory_format import dense
 from ..transport.base import describe
 from .model_parallel import Group
 
@@ -101,7 +102,7 @@ class _ByKernels(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, group: Group, module: _Norm, momentum: float
     ) -> Tensor:
-        x, own, channels = _dense(x), x.numel() // x.size(1), x.size(1)
+        x, own, channels = dense(x), x.numel() // x.size(1), x.size(1)
         count = x.new_full((1,), own or _NO_EXAMPLES, dtype=_computing_dtype(x))
         row = torch.cat([*(torch.batch_norm_stats(x, module.eps) if own else [count.new_ones(channels)] * 2), count])
         every = row.new_empty(group.size, 2 * channels + 1)
@@ -124,7 +125,7 @@ class _ByKernels(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse, counts = ctx.saved_tensors
-        grad, needed, d_x = _dense(grad), ctx.needs_input_grad[:3], None
+        grad, needed, d_x = dense(grad), ctx.needs_input_grad[:3], None
         if x.numel():
             *sums, d_weight, d_bias = torch.batch_norm_backward_reduce(grad, x, mean, inverse, weight, *needed)
         else:
@@ -162,12 +163,6 @@ def _statistics(group: Group, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _require_values(x: Tensor, counts: Tensor) -> None:
     if x.numel() < 2 * x.size(1) and counts.sum() < 2:  # read where this rank's own do not suffice
         raise ValueError(f"BatchNorm of {describe(x)} in training needs more than one value per channel in all members")
-
-
-def _dense(x: Tensor) -> Tensor:
-    """`x` as the kernels take it: channels last, where it is so, or contiguous."""
-    formats = torch.channels_last, torch.channels_last_3d
-    return x if any(x.is_contiguous(memory_format=each) for each in formats) else x.contiguous()
 
 
 def _computing_dtype(x: Tensor) -> torch.dtype:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives.in_order import InOrder
+from ..memory_format import flat, shaped
 from ..spec import Bucket, Served, Shard
 from ..transport.base import AllOf
 from ..transport.messages import Arriving, Messages
@@ -106,7 +107,7 @@ class Server:
             marks = torch.cat([_mark(gradient).reshape(-1) for gradient in gradients])
             reached = self._messages.transport.decided((marks != 0) | ~torch.signbit(marks))
             for row, gradient, somewhere in zip(rows, gradients, reached, strict=True):
-                row.grad = gradient if somewhere else None
+                row.grad = shaped(flat(gradient, row), row) if somewhere else None
             return total
 
         return Arriving(AllOf(works), summed)
