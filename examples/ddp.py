@@ -27,7 +27,7 @@ def network() -> nn.Module:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     dataset = images(2048)
     model = network()
     model = nn.parallel.DistributedDataParallel(model)
@@ -35,17 +35,18 @@ def main() -> None:
     sampler = data.DistributedSampler(dataset, drop_last=True)
     loader = data.DataLoader(dataset, BATCH, sampler=sampler, drop_last=True)
     for epoch in range(EPOCHS):
-        total = torch.zeros(())
+        losses = []
         sampler.set_epoch(epoch)
         for inputs, labels in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), labels)
             loss.backward()
             optimizer.step()
-            total += loss.detach()
-        dist.all_reduce(total)
+            losses.append(loss.detach())
+        mean = torch.stack(losses).mean().cpu()
+        dist.all_reduce(mean)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {total / len(loader) / dist.get_world_size():.5f}")
+            print(f"epoch {epoch}: loss {mean / dist.get_world_size():.5f}")
     dist.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ import splitc
 
 
 def main() -> None:
-    fabric = Fabric(accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", "2")), strategy="ddp")
+    fabric = Fabric(accelerator="auto", devices=int(os.environ.get("LOCAL_WORLD_SIZE", "2")), strategy="ddp")
     fabric.launch()
     fabric.seed_everything(0)
     loader = DataLoader(images(2048), BATCH, shuffle=True, drop_last=True)
@@ -25,10 +25,8 @@ def main() -> None:
         network(), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), F.cross_entropy, loader, clip_norm=5.0
     )
     for epoch in range(EPOCHS):
-        total = torch.zeros(())
-        for batch in loader:
-            total += worker.step(*batch)
-        fabric.print(f"epoch {epoch}: loss {total / len(loader):.5f}")
+        losses = [worker.step(*batch) for batch in loader]
+        fabric.print(f"epoch {epoch}: loss {torch.stack(losses).mean():.5f}")
 
 
 if __name__ == "__main__":

@@ -42,11 +42,11 @@ def main() -> None:
         for batch in train:
             loss = worker.step(*batch)
             scheduler.step()
-        right = torch.zeros(())
+        right = torch.zeros((), device=worker.device)
         for batch in test:
             if (output := worker.predict(*batch)) is not None:
                 *_, labels = batch
-                right += (output.logits.argmax(1) == labels).sum()
+                right += (output.logits.argmax(1) == labels.to(worker.device)).sum()
         torch.distributed.all_reduce(right)
         if worker.rank.index == 0:
             print(f"epoch {epoch}: loss {loss:.3f}, accuracy {right / 200:.3f}")

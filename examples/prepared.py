@@ -29,19 +29,20 @@ def network() -> nn.Module:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     dataset = images(2048)
     model = network()
     loader = data.DataLoader(dataset, BATCH, shuffle=True, drop_last=True)
     worker, loader = splitc.prepare(model, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), F.cross_entropy, loader)
     for epoch in range(EPOCHS):
-        total = torch.zeros(())
+        losses = []
         for batch in loader:
             loss = worker.step(*batch)
-            total += loss.detach()
-        dist.all_reduce(total)
+            losses.append(loss.detach())
+        mean = torch.stack(losses).mean().cpu()
+        dist.all_reduce(mean)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {total / len(loader) / dist.get_world_size():.5f}")
+            print(f"epoch {epoch}: loss {mean / dist.get_world_size():.5f}")
     dist.destroy_process_group()
 
 

@@ -8,13 +8,17 @@ import re
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import splitc
@@ -68,6 +72,20 @@ def test_what_prepare_cannot_take_is_told(message: str, monkeypatch: pytest.Monk
     given = {"model": nn.Linear(2, 2), "optimizer": SGD, "loss": F.cross_entropy, "loader": loader, **wrong}
     with pytest.raises(error, match=message):
         splitc.prepare(**given)
+
+
+def test_the_example_does_not_mix_its_sums_with_losses_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors, whose devices are checked as those of a GPU are."""
+    example, reduced = import_module("examples.prepared"), list[Any]()
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: reduced.append(tensor.device.type))
+    worker = SimpleNamespace(step=lambda *batch: torch.ones((), device="cuda"))
+    monkeypatch.setattr(splitc, "prepare", lambda *_: (worker, [(), ()]))
+    with FakeTensorMode():
+        example.main()
+    assert reduced == ["cpu"] * 3  # which a group of the backend "cpu:gloo,cuda:nccl" sums whoever shares a GPU
 
 
 def printed(example: str, world: int = 2) -> list[float]:

@@ -24,14 +24,8 @@ from splitc.runtime.launch.torchrun import forward, of_ranks, stopped_like_ctrl_
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _GRACE = 15.0  # seconds for the other hosts to end by themselves once one has failed, and then when they are told to
-_PASSED_ON = (
-    "SPLITC_",
-    "GLOO_",
-    "NCCL_",
-    "OMP_",
-    "PYTHONPATH",
-    "TORCH_CPP_LOG_LEVEL",
-)  # environment variables of the ranks
+_PASSED_ON = ("SPLITC_", "GLOO_", "NCCL_", "OMP_", "CUDA_", "TORCH_", "PYTORCH_", "FI_", "UCX_", "PYTHONPATH")
+"""How environment variables of the ranks begin."""
 
 _PREPARE = """\
 py={python}; [ -x "$py" ] || py=python3

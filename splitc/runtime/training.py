@@ -112,6 +112,11 @@ class Training:
         return self._state.shards
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank computes, and where losses and outputs are."""
+        return self._transport.device
+
+    @property
     def data_rank(self) -> int | None:
         """The position of this rank among those that read data; None where it reads none."""
         return self.rank.spec.data_rank

@@ -10,9 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from splitc.cli import hosts as hosts_module
 from splitc.cli.hosts import Host, parse_hosts
 from splitc.errors import LaunchError
 from tests import ROOT
@@ -33,6 +36,25 @@ def test_hosts_that_are_none_or_do_not_share_the_ranks_are_refused() -> None:
     for text in ("", "a,,b", "a:x", ":2"):
         with pytest.raises(LaunchError, match="is no host; write names or addresses, with ranks: a,b:2"):
             parse_hosts(text, 4)
+
+
+def test_what_gpus_and_networks_are_told_is_told_on_the_hosts_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = {
+        "CUDA_VISIBLE_DEVICES": "1", "TORCH_NCCL_BLOCKING_WAIT": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "FI_PROVIDER": "efa", "UCX_TLS": "tcp", "TORCHELASTIC_RUN_ID": "here", "RANK": "0",
+    }  # fmt: skip
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    seen: list[str] = []
+    monkeypatch.setattr(hosts_module, "_copy", lambda folder, host, script: None)
+    monkeypatch.setattr(hosts_module, "_together", lambda hosts, scripts: seen.append(*scripts))
+    plan: Any = SimpleNamespace(hash="abc")
+    hosts_module.run_on_hosts(tmp_path, plan, [Host("a", 1)], [])
+    (exported,) = re.findall(r"^export (.*TORCH.*)$", seen[0], re.MULTILINE)
+    passed = {name for name in given if f"{name}={given[name]}" in exported.split()}
+    assert passed == given.keys() - {"TORCHELASTIC_RUN_ID", "RANK"}
 
 
 # -- with processes ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The network interface over which the ranks of several hosts reach each other.
 
 gloo listens on the address that the host's name resolves to, which on many machines is 127.0.0.1 and then no other host
-can reach.  The address that a packet to MASTER_ADDR leaves from is one that the others can.
+can reach.  The address that a packet to MASTER_ADDR leaves from is one that the others can.  NCCL looks for adapters by
+itself, and may spread its data over several, so it is told only where it would choose wrongly.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ANYWHERE = "192.0.2.1"  # of no host (RFC 5737); connecting a UDP socket sends 
 
 
 def choose_interface() -> None:
-    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME where the ranks are on several hosts and neither is set.
+    """Set GLOO_SOCKET_IFNAME, and NCCL's where needed, where the ranks are on several hosts and neither is set.
 
     Raises LaunchError, with the interfaces that there are, when none is found.
     """
@@ -46,13 +47,29 @@ def choose_interface() -> None:
     for address in own:
         if (name := interfaces.get(address)) is not None and not ip_address(address).is_loopback:
             os.environ["GLOO_SOCKET_IFNAME"] = name
-            os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # no other that begins alike
+            if not _nccl_finds(name, list(dict.fromkeys(interfaces.values()))):
+                os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # no other that begins alike
             return
     listed = ", ".join(f"{name} {address}" for address, name in interfaces.items()) or "none with an address"
     raise LaunchError(
         f"host {socket.gethostname()} has no network interface that reaches MASTER_ADDR {master}; its interfaces: "
         f"{listed}; name the right one in GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every host"
     )
+
+
+def _nccl_finds(name: str, interfaces: list[str]) -> bool:
+    """Whether NCCL by itself begins with this interface or InfiniBand, and takes no others but adapters.
+
+    It takes those that begin with "ib", or else all but loopback, docker's and libvirt's, in their order.
+    """
+    taken = [each for each in interfaces if each.startswith("ib")]
+    taken = taken or [each for each in interfaces if not each.startswith(("lo", "docker", "virbr"))]
+    begins = bool(taken) and (taken[0] == name or taken[0].startswith("ib"))
+    return begins and all(each == name or _is_adapter(each) for each in taken)
+
+
+def _is_adapter(interface: str) -> bool:
+    return Path("/sys/class/net", interface, "device").exists()
 
 
 def _local_address(family: int, peer: str) -> str:

@@ -48,6 +48,27 @@ def test_the_interface_that_reaches_the_master_is_chosen(start: Start) -> None:
     assert chosen() == ("eth1", "=eth1")
 
 
+@pytest.mark.parametrize(
+    ("there", "pinned"),
+    [
+        ({"127.0.0.1": "lo", "192.0.2.9": "eth1", "10.0.0.9": "eth2"}, None),
+        ({"172.17.0.1": "docker0", "192.0.2.9": "eth1", "fe80::1": "eth1"}, None),
+        ({"192.0.2.9": "eth1", "10.0.0.9": "ib0"}, None),
+        ({"192.0.2.9": "eth1", "172.18.0.1": "br-3f0c"}, "=eth1"),  # a bridge that NCCL takes for an adapter
+        ({"10.0.0.9": "eth0", "192.0.2.9": "eth1"}, "=eth1"),  # with which NCCL would begin
+        ({"127.0.0.1": "lo", "192.0.2.9": "docker0"}, "=docker0"),
+    ],
+)
+def test_nccl_is_left_to_its_own_adapters_where_they_reach_the_master(
+    start: Start, monkeypatch: pytest.MonkeyPatch, there: dict[str, str], pinned: str | None
+) -> None:
+    start()
+    monkeypatch.setattr(network, "_interfaces", lambda: there)
+    monkeypatch.setattr(network, "_is_adapter", lambda name: name[:2] in ("et", "ib"))
+    choose_interface()
+    assert chosen() == (there["192.0.2.9"], pinned)
+
+
 def test_a_master_that_calls_itself_a_loopback_address_takes_the_interface_of_its_route(start: Start) -> None:
     start(master="127.0.1.1")
     choose_interface()
