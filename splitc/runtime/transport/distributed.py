@@ -42,7 +42,8 @@ def init(
     backend and timeout, and left open by `close`; `timeout` then holds for the groups made here.
 
     world: the number of ranks the program was compiled for; None accepts any.
-    backend, device: None chooses as the table in `devices` says, alike on every rank.
+    backend, device: None chooses as the table in `devices` says, alike on every rank; of a process group that is bound
+        to a device that one is taken.
     timeout: seconds that a rank waits for another one before it gives the other up.
     tell: where there are GPUs, rank 0 says on stderr which devices and backend the ranks take.
 
@@ -63,7 +64,7 @@ def init(
     another = f"the program is compiled for {world} ranks, but WORLD_SIZE is {started}; {remedy}"
     if world not in (None, started) and on_one_host:
         raise LaunchError(another)
-    where = device_of(device)
+    where = device_of(device or getattr(dist.group.WORLD, "bound_device_id", None))
     if where.type == "cuda":
         torch.cuda.set_device(where)
     else:

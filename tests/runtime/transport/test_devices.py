@@ -168,6 +168,16 @@ def test_one_rank_on_a_gpu_takes_nccl_with_its_longer_timeout(
     assert joined()["seconds"] == 7.0
 
 
+def test_a_group_that_is_bound_to_a_gpu_says_which_it_is(
+    gpus: GPUs, joined: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(4, uuid="A")
+    bound = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=bound))
+    assert joined("cuda:nccl")["where"] == "cuda:3"
+    assert joined("cuda:nccl", device="cuda:2")["where"] == "cuda:2"
+
+
 def test_the_backends_of_a_group_that_is_there_decide_what_is_staged(
     gpus: GPUs, joined: Callable[..., dict[str, Any]]
 ) -> None:
