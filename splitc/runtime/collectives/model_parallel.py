@@ -9,6 +9,7 @@ member must reach it on all, in the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,11 +104,13 @@ class Group:
     # -- collectives of unequal pieces ---------------------------------------------------------------------------------
 
     def _gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Arriving:
-        """All-gather: the members' tensors, of these sizes along `dim`, concatenated; along the first dim in place."""
-        whole = x.new_empty(_resized(x, 0, sum(sizes))) if dim == 0 else None
-        pieces = [x.new_empty(_resized(x, dim, n)) for n in sizes] if whole is None else list(whole.split(list(sizes)))
+        """All-gather: the members' tensors, of these sizes along `dim`, concatenated; they arrive in one buffer."""
+        shapes, shape = [_resized(x, dim, size) for size in sizes], _resized(x, dim, sum(sizes))
+        flat = x.new_empty(math.prod(shape))
+        parts = zip(flat.split([*map(math.prod, shapes)]), shapes, strict=True)
+        pieces = [part.view(each) for part, each in parts]
         work = self.transport.all_gather(pieces, x, self.ranks)
-        return Arriving(work, lambda: torch.cat(pieces, dim) if whole is None else whole)
+        return Arriving(work, lambda: torch.cat(pieces, dim) if dim else flat.view(shape))
 
     def _scatter_sum(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Arriving:
         """Reduce-scatter: this member's piece along `dim` of the sum of the members' tensors."""

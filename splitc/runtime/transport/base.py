@@ -281,6 +281,4 @@ class Transport(ABC):
         if self.rank not in ranks:
             raise ValueError(f"{what} over {ranks} on rank {self.rank}, which is not one of them")
         if 1 < len(ranks) < self.world and ranks not in self._connected:
-            raise ValueError(
-                f"{what} over {ranks}, which have no communicator: let every rank call connect([{ranks}]) before"
-            )
+            raise ValueError(f"{what} over {ranks}, which have no communicator: let all ranks call connect([{ranks}])")

@@ -128,10 +128,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """The memory of flat tensors that lie one behind the other, flat; None where they do not."""
-    end = parts[0].storage_offset()
+    """The memory of tensors that lie one behind the other, flat; None where they do not."""
+    end, memory = parts[0].storage_offset(), parts[0].untyped_storage().data_ptr()
     for part in parts:
-        if part.untyped_storage().data_ptr() != parts[0].untyped_storage().data_ptr() or part.storage_offset() != end:
+        if (part.untyped_storage().data_ptr(), part.storage_offset()) != (memory, end) or not part.is_contiguous():
             return None
         end += part.numel()
     return parts[0].as_strided([sum(part.numel() for part in parts)], [1])

@@ -68,10 +68,8 @@ class TorchTransport(Transport):
         self._side_groups: list[TorchTransport] = []
         self._under_way = 0  # operations that nobody has waited for
         self._ways = [everyone, everyone]  # of messages to lower ranks, and to higher ones
-        if self.waits_hold_the_stream:
-            self._ways = [
-                self._new_group(ranks, device_id=self._gpu, pg_options=self._for_messages()) for _ in self._ways
-            ]
+        if self.waits_hold_the_stream and self.world > 1:
+            self._ways = [self._new_group(ranks, device_id=self._gpu, pg_options=self._capped()) for _ in range(2)]
         atexit.register(self._close_at_exit)
 
     @property
@@ -152,15 +150,15 @@ class TorchTransport(Transport):
 
     def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
         flight = self._flight(f"reduce_scatter {describe_all(pieces)} over ranks {ranks}")
-        if self.waits_hold_the_stream:  # one operation: of unequal shapes torch makes reductions to each rank
-            (total,) = flight.parts(output, 1, dtype := summable(output.dtype))
-            total, *sources = [_flat(x) for x in (total, *(flight.outgoing(piece.to(dtype)) for piece in pieces))]
+        if self.waits_hold_the_stream:
             options = {"group": self._groups[ranks], "async_op": True}
-            if len({source.numel() for source in sources}) > 1:
-                return flight.issue(dist.reduce_scatter, total, sources, **options)
-            whole = joined(sources)
+            (total,) = flight.parts(output, 1, dtype := summable(output.dtype))
+            if len({piece.shape for piece in pieces}) > 1:  # torch makes one operation of reductions to each rank
+                sources = [_flat(flight.outgoing(piece.to(dtype))) for piece in pieces]
+                return flight.issue(dist.reduce_scatter, _flat(total), sources, **options)
+            whole = torch.stack([*pieces]) if (together := joined(pieces)) is None else together
             return flight.issue(
-                _reduce_scatter_single, total, torch.cat(sources) if whole is None else whole, **options
+                _reduce_scatter_single, _flat(total), _flat(flight.outgoing(whole.to(dtype))), **options
             )
         # gloo's own is one all-reduce of each piece: here each travels once, straight to its rank.
         parts = flight.parts(output, len(ranks), output.dtype)
@@ -199,8 +197,8 @@ class TorchTransport(Transport):
             group: dist.ProcessGroup = dist.new_group([*ranks], timedelta(seconds=self._timeout), **options)
         return group
 
-    def _for_messages(self) -> Any:
-        """Options of a group of NCCL, where torch has them."""
+    def _capped(self) -> Any:
+        """NCCL's options of a group for messages, where torch has them."""
         options = dist.ProcessGroupNCCL.Options() if hasattr(dist, "ProcessGroupNCCL") else None
         if options is not None and hasattr(options, "config"):
             options.config.max_ctas, options._timeout = _CTAS, timedelta(seconds=self._timeout)

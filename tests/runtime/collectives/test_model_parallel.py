@@ -13,6 +13,7 @@ from splitc.ir.transitions import nbytes_sent
 from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.collectives.model_parallel import Group
 from splitc.runtime.transport.base import Transport, Work
+from splitc.runtime.transport.in_flight import joined
 from tests.support.ranks import on_ranks
 from tests.support.sampling import in_one
 from tests.support.transitions import TABLE, TRANSITIONS, Case, cases, count_sent, fractions_sent
@@ -170,8 +171,8 @@ def test_groups_of_some_ranks_leave_the_others_alone() -> None:
     assert [gathered.tolist() for gathered in on_ranks(4, action)] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
-def test_what_is_gathered_along_the_first_dim_is_not_copied_again() -> None:
-    def action(transport: Transport) -> bool:
+def test_what_is_gathered_arrives_in_one_buffer_and_along_the_first_dim_is_not_copied_again() -> None:
+    def action(transport: Transport) -> list[int]:
         given, gather = list[Tensor](), transport._all_gather
 
         def watched(outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
@@ -179,11 +180,15 @@ def test_what_is_gathered_along_the_first_dim_is_not_copied_again() -> None:
             return gather(outputs, tensor, ranks)
 
         transport._all_gather = watched  # type: ignore[method-assign]
-        group, rows = Group(transport, range(3)), (2, 0, 3)
-        whole = moved(group, random(1, rows[transport.rank], 4), State.BATCH, State.REPLICATE, Extents(rows))
-        return all(piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for piece in given)
+        group, sizes, found = Group(transport, range(3)), (2, 0, 3), list[int]()
+        for source, shape in ((State.BATCH, (sizes[group.index], 4)), (State.FEATURES, (4, sizes[group.index]))):
+            whole = moved(group, random(1, *shape), source, State.REPLICATE, Extents(sizes, sizes))
+            assert joined(given) is not None
+            found.append(len({each.untyped_storage().data_ptr() for each in (*given, whole)}))
+            given.clear()
+        return found
 
-    assert on_ranks(3, action) == [True] * 3
+    assert on_ranks(3, action) == [[1, 2]] * 3
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -64,7 +64,7 @@ def test_ranks_that_were_not_connected_are_told_what_to_connect() -> None:
             t.all_reduce(torch.ones(1), (0, 1)).wait()
         if t.rank > 0:
             with pytest.raises(
-                ValueError, match=r"all_reduce over \(1, 2\), .* every rank call connect\(\[\(1, 2\)\]\)"
+                ValueError, match=r"all_reduce over \(1, 2\), .* all ranks call connect\(\[\(1, 2\)\]\)"
             ):
                 t.all_reduce(torch.ones(1), (1, 2))
 

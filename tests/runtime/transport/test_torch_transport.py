@@ -92,9 +92,13 @@ def test_what_lies_together_is_gathered_and_scattered_where_it_is(asked: list[st
         whole[t.rank] = own = torch.tensor([1j, t.rank])
         t.all_gather(list(whole), whole[t.rank], everybody).wait()
         t.reduce_scatter(own, list(whole), everybody).wait()
-        return [whole.tolist(), own.tolist()]
+        columns = torch.arange(6, dtype=torch.int16).reshape(2, 3)
+        second = torch.empty(2, 1, dtype=torch.int16)
+        t.reduce_scatter(second, columns.split(1, dim=1), everybody).wait()  # these do not, and are copied
+        return [whole.tolist(), own.tolist(), second.flatten().tolist()]
 
-    assert on_gloo(action) == [[[[1j, 0], [1j, 1], [1j, 2]], [3j, 3 * rank]] for rank in everybody]
+    seen = [[[[1j, 0], [1j, 1], [1j, 2]], [3j, 3 * rank], [3 * rank, 3 * rank + 9]] for rank in everybody]
+    assert on_gloo(action) == seen
     assert not asked
 
 
