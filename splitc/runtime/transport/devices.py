@@ -87,33 +87,29 @@ def in_words(seats: Sequence[Seat], backend: str) -> str:
     """What a run takes, and why where that is the slower way; empty where no rank sees a GPU."""
     if not any(seat.in_sight for seat in seats):
         return ""
-    ranks = f"{len(seats)} rank{'s' * (len(seats) > 1)}"
+    ranks, through = f"{len(seats)} rank{'s' * (len(seats) > 1)}", f"tensors travel through the CPU ({backend})"
     on_cpu = sum(seat.gpu is None for seat in seats)
     if on_cpu == len(seats):
         return f"{ranks} on the CPU, {backend}, though torch sees GPUs"
-    through = f"tensors travel through the CPU ({backend})"
     if on_cpu:
         return f"{ranks}, {on_cpu} of them on the CPU: {through}"
     places = {seat.host: _devices([each for each in seats if each.host == seat.host]) for seat in seats}
     where, hosts = " and ".join(dict.fromkeys(places.values())), f" on {len(places)} hosts" * (len(places) > 1)
     where += " each" * (len(places) > len(set(places.values())) == 1)
     verb = "share" if _conflict(seats) else "with" if hosts else "on"
-    if backend == "nccl":
-        return f"{ranks}{hosts} {verb} {where}, NCCL"
-    return f"{ranks}{hosts} {verb} {where}: {through}{', as was asked' * (verb != 'share')}"
+    by = ", NCCL" if backend == "nccl" else f": {through}" + ", as was asked" * (verb != "share")
+    return f"{ranks}{hosts} {verb} {where}{by}"
 
 
 def _conflict(seats: Sequence[Seat]) -> str:
     """Why NCCL cannot join these ranks: one is on the CPU, or several share a GPU; empty where it can."""
     for rank, seat in enumerate(seats):
+        there = f"of {seat.host} (GPUs in its sight: {seat.in_sight})"
         if seat.gpu is None:
-            return f"rank {rank} computes on the CPU of {seat.host}, where torch sees {seat.in_sight} GPUs"
+            return f"rank {rank} computes on the CPU {there}"
         sharing = [str(k) for k, each in enumerate(seats) if each.gpu == seat.gpu]
         if len(sharing) > 1:
-            here = (
-                f"{seat.device} of {seat.host}, where rank {rank} sees {seat.in_sight} GPU{'s' * (seat.in_sight > 1)}"
-            )
-            return f"ranks {', '.join(sharing)} share {here}"
+            return f"ranks {', '.join(sharing)} share {seat.device} {there}"
     return ""
 
 

@@ -89,25 +89,20 @@ def _join(where: torch.device, backend: str | None, timeout: float | None, tell:
             store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
         store = dist.distributed_c10d.PrefixStore(f"splitc/start {next(_starts)}", store)
         seats = _told(store, rank, world, Seat.of(where, wanted(backend)))
-    remedy = "start one rank for each GPU, or " + (
-        "make the process group with the backend 'cpu:gloo,cuda:nccl'"
-        if joined
-        else "leave the backend out: tensors then travel through the CPU"
-    )
-    chosen = choose(seats, remedy)
+    through = "make the process group with the backend 'cpu:gloo,cuda:nccl'" if joined else "leave the backend out"
+    chosen = choose(seats, f"start one rank for each GPU, or {through}: tensors then travel through the CPU")
     seconds = seconds_to_wait(timeout, NCCL_TIMEOUT if chosen == "nccl" else DEFAULT_TIMEOUT)
     if tell and rank == 0 and (line := in_words(seats, chosen)):
         print(line, file=sys.stderr, flush=True)
     if not joined:
         within = timedelta(seconds=seconds)
-        store.set_timeout(within)
         bound = where if chosen == "nccl" else None  # its communicators are created at once, so errors show here
         with _finding_others(seconds):
+            store.set_timeout(within)
             dist.init_process_group(
                 backend or chosen, timeout=within, store=store, rank=rank, world_size=world, device_id=bound
             )
-    staged = where.type == "cuda" and chosen != "nccl"
-    return TorchTransport(where, seconds, owns_process_group=not joined, staged=staged)
+    return TorchTransport(where, seconds, not joined, staged=where.type == "cuda" and chosen != "nccl")
 
 
 def _told(store: Any, rank: int, world: int, own: Seat) -> list[Seat]:

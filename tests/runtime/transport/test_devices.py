@@ -62,10 +62,10 @@ def test_the_cpu_is_named_where_there_are_gpus_alone() -> None:
 
 def test_nccl_without_a_gpu_for_each_rank_is_refused_with_ranks_host_and_remedy() -> None:
     shared = seats("n1/cuda:0/g0", "n1/cuda:1/g1", "n1/cuda:0/g0", in_sight=2, backend="nccl")
-    text = "needs a GPU for each rank, but ranks 0, 2 share cuda:0 of n1, where rank 0 sees 2 GPUs; a remedy"
+    text = "needs a GPU for each rank, but ranks 0, 2 share cuda:0 of n1 \\(GPUs in its sight: 2\\); a remedy"
     with pytest.raises(LaunchError, match=text):
         choose(shared, "a remedy")
-    with pytest.raises(LaunchError, match="but rank 1 computes on the CPU of n2, where torch sees 0 GPUs; a remedy"):
+    with pytest.raises(LaunchError, match=r"but rank 1 computes on the CPU of n2 \(GPUs in its sight: 0\); a remedy"):
         choose([*seats("n1/cuda:0/g", backend="nccl"), *seats("n2/cpu", in_sight=0, backend="nccl")], "a remedy")
 
 
@@ -145,7 +145,7 @@ def joined(gpus: GPUs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[st
         monkeypatch.setattr(
             distributed,
             "TorchTransport",
-            lambda where, seconds, **more: seen.update(where=str(where), seconds=seconds, **more),
+            lambda where, seconds, owns, **more: seen.update(where=str(where), seconds=seconds, **more),
         )
         distributed.init(1, **options)
         return seen
@@ -186,6 +186,17 @@ def test_the_backends_of_a_group_that_is_there_decide_what_is_staged(
     assert staged == {"cuda:nccl": False, "cpu:gloo,cuda:nccl": False, "cpu:gloo,cuda:gloo": True}
     with pytest.raises(LaunchError, match="make the process group with the backend 'cpu:gloo,cuda:nccl'"):
         joined("cuda:nccl", device="cpu")
+
+
+def test_the_device_that_a_group_is_bound_to_is_taken(
+    gpus: GPUs, joined: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(4, uuid="A")
+    bound = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=bound))
+    assert joined("cuda:nccl")["where"] == "cuda:3"
+    bound.bound_device_id = None
+    assert joined("cuda:nccl")["where"] == "cuda:1"
 
 
 def test_rank_0_says_what_a_run_takes_where_it_is_asked_to(
