@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from splitc.checks.graph import buckets_hold_every_gradient, stages_cover_the_graph
 from splitc.ir import comm_ops
+from splitc.ir.cluster import Link
 from splitc.ir.graph import op_name
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import LoweredProgram, Program, Stage
@@ -23,10 +24,20 @@ from splitc.ir.schedule.verbs import SUMS, VERBS
 _LEAST = 100_000  # bytes of a bucket, below which a sum is mostly latency
 
 
+def bucket_bytes(link: Link) -> int | None:
+    """Bytes of a bucket that takes 32 times as long on a link as a message's latency; None: no more than usual.
+
+    So starting an all-reduce costs about a thirtieth of its transfer.  More than 64 MB would come late.
+    """
+    found = round(32 * link.latency * link.bandwidth, -6)
+    return min(int(found), 64_000_000) if found > BucketGradients.nbytes else None
+
+
 @dataclass(frozen=True)
 class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
     """Buckets of at least `nbytes`, or a quarter of what a role sums if that is less; one dtype each.
 
+    Those of sums have as many as the plan says, where it does.
     A tensor as large, and of at least `alone` bytes, has a bucket of its own, so that it is summed where it is.
     """
 
@@ -51,8 +62,8 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
         found["buckets"] = self._of_sums(program, summed, own)
         return replace(stage, own_sums=tuple(name for name in summed if name in own), **found)
 
-    def _of_sums(self, program: Program, names: list[str], own: Collection[str]) -> tuple[tuple[str, ...], ...]:
-        limit = min(self.nbytes, max(_nbytes(program, names) // 4, _LEAST))
+    def _of_sums(self, program: LoweredProgram, names: list[str], own: Collection[str]) -> tuple[tuple[str, ...], ...]:
+        limit = min(program.plan.bucket_bytes or self.nbytes, max(_nbytes(program, names) // 4, _LEAST))
         return in_buckets(program, names, limit, own, max(limit, self.alone))
 
 

@@ -26,6 +26,7 @@ from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import PlacedProgram, Program
+from splitc.passes.bucket_gradients import bucket_bytes
 from splitc.passes.planner.divisions import FEW
 from splitc.passes.planner.layer_seconds import layer_seconds
 from splitc.passes.planner.order import AT_ONCE
@@ -133,7 +134,9 @@ class Place(Pass[Program, PlacedProgram]):
 
     def _whole(self, plan: Plan) -> Plan:
         """The plan with what was asked for beside it."""
-        return replace(plan, model=self.model, synchronised=bool(self.strategy.sync_batchnorm))
+        synchronised, sums = bool(self.strategy.sync_batchnorm), {place.sync for place in plan.placements.values()}
+        nbytes = bucket_bytes(self.cluster.link_over(range(plan.world))) if "all_reduce" in sums else None
+        return replace(plan, model=self.model, synchronised=synchronised, bucket_bytes=nbytes)
 
     def _priced(self, request: Request, everything: bool) -> tuple[PricedPlan, ...]:
         """The best plan of the strategy asked for, or of every strategy, by the simulation."""

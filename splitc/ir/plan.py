@@ -45,6 +45,7 @@ class Plan:
     layer, while ranks compute.  all_reduce: its algorithm, "backend" or "recursive_doubling".
     synchronised: BatchNorm normalises over the whole global batch.  exact: training equals that in one process.
     rounds: units of ranks train by themselves and average their parameters after each round; None: no rounds.
+    bucket_bytes: of the gradients that travel together, on a link that wants more of them than usual; None: as usual.
     insert_norm: the model is normalised where subnets need it, before it is captured.
     model: fingerprint of the model.  prediction: takes no part in equality and hash.
     part_of: of roles that were divided at their transitions since, each further one -> the role as decided.
@@ -67,6 +68,7 @@ class Plan:
     rounds: Rounds | None = None
     insert_norm: bool = False
     accumulate: Annotated[int, at_least(1)] = 1
+    bucket_bytes: Annotated[int, at_least(1)] | None = None
     prediction: Prediction = field(default_factory=Prediction, compare=False, repr=False)
     part_of: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -344,8 +346,9 @@ class Plan:
             for part in ("state", "arrives"):
                 if place[part] is None:
                     del place[part]
-        for name, usual in (("rounds", None), ("insert_norm", False), ("schedule", "all_forward"), ("accumulate", 1)):
-            if decided[name] == usual:
+        usual = {"rounds": None, "insert_norm": False, "schedule": "all_forward", "accumulate": 1, "bucket_bytes": None}
+        for name, value in usual.items():
+            if decided[name] == value:
                 del decided[name]
         return {KEYS.get(name, name): value for name, value in decided.items()}
 
