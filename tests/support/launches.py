@@ -1,8 +1,8 @@
 """Count the launches of a step: the kernels that a GPU would start for it, and the bytes that they read and write.
 
 One op that torch dispatches counts as one launch, a foreach or fused op of many tensors too (on a GPU it is one for
-each hundred of them).  Views and memory that is only set aside count nothing.  What an op of ours launches its module
-says, in `KERNELS`.
+each hundred of them).  Views and memory that is only set aside count nothing.  What an op of ours costs its module
+says, in `KERNELS`: a function of the op's arguments, by their names, and of what it `made`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from tests.support.ranks import sgd, worker_of
 
 OURS = "splitc::"
 DECLARED = "splitc.runtime.seeded.kernels"
-"""The module whose `KERNELS` has, for each op of ours, `launches` and `nbytes`, numbers or functions of arguments."""
+"""The module whose `KERNELS` has, for each op of ours, its `launches` and `nbytes`."""
 
 
 class Launches(TorchDispatchMode):
@@ -53,17 +54,20 @@ class Launches(TorchDispatchMode):
         if name.startswith(OURS):
             name = name.removeprefix(OURS)
             assert name in self._kernels, f"{OURS}{name} is not in KERNELS of {DECLARED}"
-            cost = self._kernels[name]
-            self.ops[name] += int(_number(cost.launches, args, kwargs))
-            self.nbytes += _number(cost.nbytes, args, kwargs)
+            cost = _called(self._kernels[name], func, args, kwargs or {}, out)
+            self.ops[name] += cost.launches
+            self.nbytes += cost.nbytes
         elif nbytes is not None:
             self.ops[name] += 1
             self.nbytes += nbytes
         return out
 
 
-def _number(declared: Any, args: Any, kwargs: Any) -> float:
-    return float(declared(*args, **(kwargs or {})) if callable(declared) else declared)
+def _called(cost: Callable[..., Any], func: Any, args: Any, kwargs: Mapping[str, Any], made: Any) -> Any:
+    """What a call of an op costs."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs, "made": made}
+    return cost(**{name: given.get(name) for name in signature(cost).parameters})
 
 
 def declared() -> Mapping[str, Any]:
