@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from splitc.ir.placements import Placement
 from splitc.runtime.seeded.draws import Draws, Layout
+from splitc.runtime.seeded.mode import SeededRandom
 from splitc.units import numbered
 from tests.support.every_strategy import Asked, planned
 from tests.support.whole_life import SAVED, lives
@@ -28,6 +31,7 @@ def gpus(number: int) -> Sequence[pytest.MarkDecorator]:
     )
 
 
+DROPS: list[Callable[[Tensor, float], Tensor]] = [F.dropout, F.dropout2d]
 PAIRS = [
     "data_parallel",
     "layer_separation",
@@ -90,25 +94,30 @@ def test_synchronised_norms_on_nccl_train_as_one_process(world: int) -> None:
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpus(1))])
-def test_a_mask_has_the_same_bits_everywhere(device: str) -> None:
-    shapes, layouts = ((6, 1000), (6, 3, 17, 5)), (Layout(), Layout(None), Layout(0, 2))
-    for shape, layout, p, dtype in product(shapes, layouts, (0.1, 0.5), (torch.float32, torch.bfloat16)):
-        examples = 3 if layout.rows == 2 else 6
-        masks = [
-            Draws(7, 3, [(0, examples)]).mask(torch.ones(shape, dtype=dtype, device=where), p, (1,), layout)
-            for where in ("cpu", device)
-        ]
-        assert torch.equal(masks[0], masks[1].cpu()), (shape, layout, p, dtype)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpus(1))])
+def test_dropout_has_the_same_bits_as_on_the_cpu(device: str) -> None:
+    layouts = (Layout(), Layout(None), Layout(0, 2), Layout(1))
+    for layout, function, p, dtype in product(layouts, DROPS, (0.1, 0.5), (torch.float32, torch.bfloat16)):
+        shape = (3, 6, 17, 65) if layout.dim == 1 else (6, 3, 17, 65)
+        drawn = []
+        for where in ("cpu", device):
+            value = torch.ones(shape, dtype=dtype, device=where, requires_grad=True)
+            with SeededRandom(Draws(7, 3, [(40, 43) if layout.rows == 2 else (40, 46)]), {(0,): layout}):
+                out = function(value, p)
+            out.sum().backward()
+            assert value.grad is not None
+            drawn.append((out.detach().cpu(), value.grad.cpu()))
+        assert all(map(torch.equal, *drawn)), (layout, function, p, dtype)
+        assert 0 < float((drawn[0][0] == 0).float().mean()) < 1
 
 
 # -- a whole life ------------------------------------------------------------------------------------------------------
 
 
-def assert_lives(strategy: str, world: int, folder: Path, device: str) -> None:
+def assert_lives(strategy: str, world: int, folder: Path, device: str, nccl: bool = False) -> None:
     """The run that goes on has the losses of the one that was not interrupted, and what is exported those of both."""
     first, again = lives(strategy, world, folder)
-    assert first.device.startswith(device) and again.device == first.device
+    assert first.device.startswith(device) and (again.device, again.nccl) == (first.device, nccl)
     assert again.losses == pytest.approx(first.losses[SAVED:], rel=1e-5)
     assert again.evaluated == pytest.approx(first.evaluated, rel=1e-4)
     for life in (first, again):
@@ -129,7 +138,7 @@ def test_a_run_on_cpus_is_saved_resumed_evaluated_and_exported(tmp_path: Path, m
     ],
 )
 def test_so_it_is_on_one_gpu(strategy: str, world: int, tmp_path: Path) -> None:
-    assert_lives(strategy, world, tmp_path, "cuda")
+    assert_lives(strategy, world, tmp_path, "cuda", nccl=world == 1)
 
 
 @pytest.mark.parametrize(
@@ -140,4 +149,4 @@ def test_so_it_is_on_one_gpu(strategy: str, world: int, tmp_path: Path) -> None:
     ],
 )
 def test_so_it_is_on_nccl(strategy: str, world: int, tmp_path: Path) -> None:
-    assert_lives(strategy, world, tmp_path, "cuda")
+    assert_lives(strategy, world, tmp_path, "cuda", nccl=True)

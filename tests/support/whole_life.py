@@ -30,13 +30,15 @@ STEPS, SAVED = 6, 3
 class Life:
     """What rank 0 saw: losses of its steps, the loss of an epoch in evaluation, and of a plain model with its export.
 
-    device: where the ranks computed.  saving: seconds that the asynchronous save held the training up.
+    device: where the ranks computed.  nccl: whether tensors went from GPU to GPU.
+    saving: seconds that the asynchronous save held the training up.
     """
 
     losses: list[float]
     evaluated: float
     plain: float
     device: str
+    nccl: bool
     saving: float = 0.0
 
 
@@ -79,7 +81,8 @@ def live(folder: Path, strategy: str, resume: bool) -> Life:
     file = folder / ("resume.pt" if resume else "train.pt")
     worker.export(file)
     plain = check_export(model, file, worker, dataset)
-    return Life(losses, evaluated, plain, str(worker.rank.transport.device), saving)
+    transport = worker.rank.transport
+    return Life(losses, evaluated, plain, str(transport.device), transport.waits_hold_the_stream, saving)
 
 
 def check_export(model: Small, file: Path, worker: Worker, dataset: TensorDataset) -> float:
