@@ -31,11 +31,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     program().save(folder / "build")
     with two_hosts() as hosts:
         stand_in_for_ssh(folder, hosts)
-        lines = [f'SLURM_NODEID={k} ip netns exec {name} "$@" &' for k, name in enumerate(hosts)]
+        place = "SLURM_NODEID={k} SLURM_PROCID={k} SLURM_LOCALID=0"
+        lines = [f'{place.format(k=k)} ip netns exec {name} "$@" &' for k, name in enumerate(hosts)]
         (folder / "srun").write_text(SRUN.format(lines="\n".join(lines)))
         (folder / "scontrol").write_text(f'#!/bin/bash\nprintf "%s\\n" {" ".join(ADDRESSES)}\n')
         (folder / "torchrun").write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-        for name in ("srun", "scontrol", "torchrun"):
+        (folder / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+        for name in ("srun", "scontrol", "torchrun", "python"):
             (folder / name).chmod(0o755)
         yield folder
 
@@ -54,8 +56,10 @@ def run(home: Path, script: str, **more: str) -> str:
     return done.stdout
 
 
-def test_the_slurm_script_trains_on_every_node(home: Path) -> None:
-    output = run(home, "slurm.sbatch", SLURM_NNODES="2", SLURM_JOB_NODELIST="node[1-2]", SLURM_CPUS_PER_TASK="2")
+@pytest.mark.parametrize("script", ["slurm.sbatch", "slurm-gpus.sbatch"])
+def test_the_slurm_scripts_train_on_every_node(home: Path, script: str) -> None:
+    given = {"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_CPUS_PER_TASK": "2"}
+    output = run(home, script, **given)
     assert re.findall(r"^step (\d)  loss ", output, re.MULTILINE) == ["1", "2"]
 
 
