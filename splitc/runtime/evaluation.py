@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from .errors import LaunchError
 from .nested import named
+from .own_code import has_own_buffers
 from .rank import Rank
 from .spec import StepContext
 from .stage_state import StageState
@@ -19,20 +22,30 @@ from .stage_state import StageState
 class Evaluation:
     """Evaluates batches on a rank's stage.
 
-    run, predict: the generated functions.
+    run, predict: the generated functions.  alike: whether all holders of a buffer have the first one's; evaluation
+    leaves them so, unless a rank runs own code that has buffers.  Constructing it is collective.
     """
 
     def __init__(
         self, rank: Rank, state: StageState, run: Callable[..., Tensor], predict: Callable[..., Any] | None
     ) -> None:
         self._rank, self._state, self._run, self._predict = rank, state, run, predict
+        self.alike = False
+        self._buffers_stay = not any(rank.transport.all_gather_objects(has_own_buffers(state.stage)))
 
     def loss(self, batch: tuple[Tensor, ...], context: StepContext) -> Tensor:
         """The global loss of a batch.  Buffers are the first replica's.  Collective."""
         stage = self._state.stage
         with evaluating(stage), torch.no_grad(), self._rank.step(context) as comms:
-            self._broadcast_buffers()
+            self._share_buffers()
             return self._run(*comms, stage, *self._rank.on_device(batch))
+
+    def loss_anew(self, batch: tuple[Tensor, ...], context: StepContext) -> Tensor:
+        """The loss of a batch of a sample, between which buffers are computed anew."""
+        self.alike = False
+        loss = self.loss(batch, context)
+        self.alike = False
+        return loss
 
     def require_output(self) -> Callable[..., Any]:
         """The generated `predict`.  Raises LaunchError where the model's output could not be compiled."""
@@ -46,15 +59,28 @@ class Evaluation:
         """What the model returns for this rank's examples; None where it reads no data.  Collective."""
         predict, stage = self.require_output(), self._state.stage
         with evaluating(stage), torch.no_grad(), self._rank.step(context, predicts=True) as comms:
-            self._broadcast_buffers()
+            self._share_buffers()
             return named(predict(*comms, stage, *self._rank.on_device(batch)))
 
-    def _broadcast_buffers(self) -> None:
-        """Overwrite all buffers by those of the first rank that holds them."""
+    def _share_buffers(self) -> None:
+        """Overwrite all buffers by those of the first rank that holds them, if they may differ.
+
+        Those of the same ranks and dtype travel together.
+        """
+        if self.alike:
+            return
         transport, buffers = self._rank.transport, dict(self._state.stage.named_buffers())
-        holders = self._state.buffer_holders()
-        for work in [transport.broadcast(buffers[key], ranks[0], ranks) for key, ranks in holders.items()]:
+        holders, travelling = self._state.buffer_holders().items(), []
+        keys = sorted((ranks, str(buffers[key].dtype), key) for key, ranks in holders if len(ranks) > 1)
+        for (ranks, _), some in groupby(keys, itemgetter(0, 1)):
+            own = [buffers[key] for *_, key in some]
+            flat = torch.cat([each.reshape(-1) for each in own])
+            travelling.append((own, flat, transport.broadcast(flat, ranks[0], ranks)))
+        for own, flat, work in travelling:
             work.wait()
+            for buffer, values in zip(own, flat.split([each.numel() for each in own]), strict=True):
+                buffer.copy_(values.view_as(buffer))
+        self.alike = self._buffers_stay
 
 
 @contextmanager

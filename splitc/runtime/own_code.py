@@ -79,6 +79,12 @@ def own_function(origin: Any) -> OwnFunction:
     return OwnFunction(_imported(origin) if isinstance(origin, str) else origin)
 
 
+def has_own_buffers(stage: nn.Module) -> bool:
+    """Whether modules of a stage that run the user's own code have buffers, which they may write."""
+    own = (each for each in stage.modules() if isinstance(each, OwnModel) or "train" in vars(each))  # by `own_module`
+    return any(True for each in own for _ in each.buffers())
+
+
 def _imported(origin: str) -> Any:
     file, _, name = origin.partition(":")
     try:

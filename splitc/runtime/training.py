@@ -92,7 +92,7 @@ class Training:
         self._is_tail = False  # whether a loader gave them, which may leave ranks without examples
         self.batch_offsets = program.rank.batch_offsets
         self._evaluation = Evaluation(self.rank, self._state, program.evaluate, getattr(program, "predict", None))
-        rank, loss = self.rank, self._evaluation.loss
+        rank, loss = self.rank, self._evaluation.loss_anew
         own = moments.Training(program, rank.spec, self.stage, rank.parts, rank.step, loss)
         self._features = [feature(own) for feature in FEATURES if feature.concerns(rank.spec)]
         with agreed(transport, "make its optimizer"):
@@ -144,6 +144,7 @@ class Training:
                 parameter.grad = None
             self._examples = 0
         context = self._context(True, is_first, is_last)
+        self._evaluation.alike = False
         with failed_step(self._program, self._steps + 1), self.rank.step(context) as comms:
             for feature in self._features:
                 feature.begin(comms)

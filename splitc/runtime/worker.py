@@ -189,6 +189,7 @@ class Worker(Training):
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
+        self._evaluation.alike = False
         for feature in self._features:
             feature.forget()
 

@@ -15,6 +15,7 @@ from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
 from splitc.ir.program import LoweredProgram
 from splitc.runtime.worker import Worker
+from tests.runtime.checkpoints.test_resume import assert_equal
 from tests.support.compiled import compiled
 from tests.support.models import CLASSES, labels, made, vectors
 from tests.support.ranks import on_workers, part_of
@@ -168,3 +169,39 @@ def test_a_model_that_never_asks_for_its_mode_is_traced_once_and_another_forward
     if run is not dropping:
         assert ("forward_evaluating" in program.files["worker.py"]) == (run in OWN)
         assert isinstance(program.program.evaluation, LoweredProgram) == (run in OWN)
+
+
+@along(strategy=STRATEGIES)
+def test_buffers_travel_once_a_loader_and_those_of_the_same_ranks_together(strategy: str) -> None:
+    _, program = program_of(as_in_training, strategy)
+    sizes = list(program.plan.local_batches)
+    batch = torch.randn(sum(sizes), 8), torch.randint(CLASSES, (sum(sizes),))
+
+    def run(worker: Worker, at_once: bool) -> tuple[list[int], list[Tensor], dict[str, Tensor]]:
+        transport: Any = worker.rank.transport
+        counts, broadcast = [0], transport.broadcast
+
+        def counted(tensor: Tensor, *where: Any) -> Any:
+            counts[-1] += 1
+            return broadcast(tensor, *where)
+
+        transport.broadcast = counted
+        own = part_of(worker, batch, sizes)
+        found = []
+        for _ in range(2):
+            worker.step(*own)
+            for _ in range(3):
+                worker._evaluation.alike &= at_once
+                found.append(worker.evaluate(*own))
+                worker.predict(*own)
+            counts.append(0)
+        return counts, found, dict(worker.stage.named_buffers())
+
+    for once, each in zip(
+        on_workers(program, lambda worker: run(worker, True)),
+        on_workers(program, lambda worker: run(worker, False)),
+        strict=True,
+    ):
+        assert_equal(once[1:], each[1:])
+        kinds = 2 if each[0][0] else 0  # the statistics, and the count of batches
+        assert once[0] == [kinds, kinds, 0] and each[0] == [3 * kinds, 3 * kinds, 0]
