@@ -56,6 +56,7 @@ class Loader:
         **options: Any,
     ) -> None:
         """offsets: where each reader's examples begin in a global batch."""
+        options = {"pin_memory": rank.transport.device.type == "cuda", **options}
         self._dataset, self._rank, self._offsets, self._around, self._options = dataset, rank, offsets, around, options
         self._shuffle, self._drop_last, self._seed = shuffle, drop_last, seed
         self._is_stream = isinstance(dataset, IterableDataset)
@@ -173,27 +174,31 @@ class Loader:
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
         options = {**self._with_generator(epoch), "collate_fn": _as_is, "num_workers": self._workers}
+        options["pin_memory"] = False  # of examples; their batch is pinned
         if not self._workers:
             options = {name: value for name, value in options.items() if name not in _OF_WORKERS}
         return iter(DataLoader(self._dataset, batch_size=None, **options))
 
     def _agreed(self, number: int) -> int:
         """The number of examples that all readers have read.  Raises LaunchError when they differ."""
-        every = self._rank.transport.all_gather_objects(number)
-        found = [every[reader] for reader in self._rank.spec.readers]
+        own, everyone = torch.tensor([number]), self._rank.everyone
+        every = [torch.empty_like(own) for _ in everyone]
+        self._rank.by_hosts().all_gather(every, own, everyone).wait()
+        found = [int(every[reader]) for reader in self._rank.spec.readers]
         if len(set(found)) > 1:
             raise LaunchError(
                 f"the readers' streams do not have the same examples: one global batch has "
                 f"{', '.join(map(str, found))}; let {type(self._dataset).__name__} give all examples in one order to "
                 f"every reader, or give worker.step batches of your own, on each reader those of its data_rank"
             )
-        return int(found[0])
+        return found[0]
 
     def _own(self, examples: Sequence[Any], bounds: Sequence[int]) -> tuple[Tensor, ...]:
         if (own := self._rank.spec.data_rank) is None:
             return ()
         collate, taken = self._options.get("collate_fn") or default_collate, examples[bounds[own] : bounds[own + 1]]
-        return self._tensors(collate(list(taken or examples[:1])), len(taken))
+        batch = self._tensors(collate(list(taken or examples[:1])), len(taken))
+        return tuple(tensor.pin_memory() for tensor in batch) if self._options["pin_memory"] else batch
 
     def _tensors(self, batch: Any, number: int) -> tuple[Tensor, ...]:
         """The tensors of a collated batch; where this reader has no example, of one that another has, without it."""
@@ -228,6 +233,8 @@ def taken_over(loader: DataLoader[Any]) -> tuple[Any, dict[str, Any]]:
         )
     names = (*_OPTIONS, *(_OF_WORKERS if loader.num_workers else ()))
     reading = {name: getattr(loader, name) for name in names}
+    if not reading["pin_memory"]:
+        del reading["pin_memory"]  # torch's default, for which `Loader` has its own
     shuffle = is_random or isinstance(loader.dataset, IterableDataset)
     return loader.dataset, {"batch_size": loader.batch_size, "shuffle": shuffle, **reading}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -54,6 +53,7 @@ class Rank:
         self._evaluating = tuple(map(comm, spec.evaluated)) or self.comms
         self._predicting = (*self._evaluating, *map(comm, (spec.reader,) if spec.reader else ()))
         self._in_step, self.sent_bytes = False, 0
+        self._by_hosts: Transport | None = None
 
     def _gather_examples(self) -> dict[tuple[int, str], tuple[int, int]]:
         """(rank, role) -> its examples of the compiled batch, of all ranks."""
@@ -73,11 +73,12 @@ class Rank:
         device = self.transport.device
         return tuple(tensor.to(device, non_blocking=device.type == "cuda") for tensor in batch)
 
-    @cached_property
     def by_hosts(self) -> Transport:
         """A transport on the CPU for what hosts alone exchange, which waits for no GPU.  Collective when first used."""
-        own = self.transport
-        return own if own.device.type == "cpu" else own.side_group() or own
+        if self._by_hosts is None:
+            own = self.transport
+            self._by_hosts = own if own.device.type == "cpu" else own.side_group() or own
+        return self._by_hosts
 
     def comm(self, role: str) -> RoleComm:
         """The communicator of a role."""

@@ -25,6 +25,7 @@ from splitc.errors import LaunchError
 from splitc.runtime.data import as_tuple, order, tail_offsets
 from splitc.runtime.loader import Loader, taken_over
 from splitc.runtime.spec import Input
+from splitc.runtime.transport.base import CompletedWork
 from tests.support.sampling import in_one, in_pairs
 
 BOUNDS = [(0, 4), (0, 3, 6), (0, 5, 7, 12), (0, 1, 2, 3, 4)]
@@ -57,13 +58,22 @@ def loader_of(
     epoch: int = 0,
     drop_last: bool = True,
     gather: Any = lambda number: [number],
+    device: str = "cpu",
     **options: Any,
 ) -> Loader:
     dataset = dataset or TensorDataset(torch.arange(number), 10 * torch.arange(number))
     inputs = {name: Input((-1,), "int64") for name in ("number", "label")}
+
+    def all_gather(outputs: list[Tensor], tensor: Tensor, _: Any) -> CompletedWork:
+        for output, number in zip(outputs, gather(int(tensor)), strict=True):
+            output.fill_(number)
+        return CompletedWork()
+
     rank: Any = SimpleNamespace(
         spec=SimpleNamespace(data_rank=reader, paths={}, inputs=inputs, readers=range(len(gather(0)))),
-        transport=SimpleNamespace(all_gather_objects=gather),
+        transport=SimpleNamespace(device=torch.device(device)),
+        everyone=range(len(gather(0))),
+        by_hosts=lambda: SimpleNamespace(all_gather=all_gather),
         without_examples=lambda offsets: [] if all_fit(offsets) else [0],
     )
     options |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
@@ -295,6 +305,30 @@ def test_a_dict_goes_by_the_programs_names_and_not_by_its_own_order() -> None:
     assert as_tuple([{"mask": y, "ids": x}, z], plain("ids", "mask", "target")) == (x, y, z)
     assert as_tuple([x, {"target": z, "mask": y}], plain("ids", "mask", "target")) == (x, y, z)
     assert as_tuple([z, {"mask": y, "ids": x}], plain("ids", "mask", "target")) == (x, y, z)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batches_for_a_gpu_are_pinned_unless_the_user_says_otherwise(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+    pinned: list[Tensor] = []
+
+    class Recorded(DataLoader[Any]):
+        def __init__(self, *arguments: Any, pin_memory: bool, **options: Any) -> None:
+            given.append(pin_memory)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr("splitc.runtime.loader.DataLoader", Recorded)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: (pinned.append(tensor), tensor)[1])
+    on_gpu, of_plain = device == "cuda", taken_over(DataLoader(TensorDataset(torch.arange(4)), 2))[1]
+    assert "pin_memory" not in of_plain
+    assert taken_over(DataLoader(TensorDataset(torch.arange(4)), 2, pin_memory=True))[1]["pin_memory"]
+    read(4, (0, 2), 0, device=device)
+    read(4, (0, 2), 0, device=device, pin_memory=False)
+    assert given == [on_gpu, False] and not pinned
+    read(0, (0, 2), 0, device=device, dataset=Numbers(4))  # the batch, not its examples
+    assert given[2:] == [False] and len(pinned) == 2 * on_gpu
 
 
 @pytest.mark.parametrize("batch", ["text", [torch.zeros(1), 3], {"ids": "text"}])

@@ -59,7 +59,7 @@ class Checkpoints:
             self._side_group, device = self._transport.side_group(), self._transport.device
             begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
             self._writer = ThreadPoolExecutor(1, "checkpoint", begin)
-        disks = self._disks[folder] = self._disks.get(folder) or find_disks(self._contents.rank.by_hosts, folder)
+        disks = self._disks[folder] = self._disks.get(folder) or find_disks(self._contents.rank.by_hosts(), folder)
         self._run = disks.run = self._run or disks.run
         self._known.add((disks.run, disks.start))
         disks.known = self._known
@@ -91,10 +91,11 @@ class Checkpoints:
         self.wait()
         at = re.fullmatch(r"step-(\d+)", folder.name)
         folder = folder.parent if at else folder
-        there = any(self._transport.all_gather_objects(folder.is_dir()))
-        found = newest(find_disks(self._contents.rank.by_hosts, folder), int(at[1]) if at else None) if there else None
+        hosts, step = self._contents.rank.by_hosts(), int(at[1]) if at else None
+        there = any(hosts.all_gather_objects(folder.is_dir()))
+        found = newest(find_disks(hosts, folder), step) if there else None
         if found is None:
-            raise LaunchError(f"{folder} has no checkpoint{f' after step {int(at[1])}' if at else ''}")
+            raise LaunchError(f"{folder} has no checkpoint{f' after step {step}' if at else ''}")
         path, passed = found
         if passed and self._transport.rank == 0:
             warnings.warn(f"{folder}: {'; '.join(passed)}; {path.name} is taken instead", stacklevel=3)
