@@ -1,0 +1,148 @@
+"""What ranks issue ends on the strictest transport, in all that a worker does: what is checked of a step is not all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+from splitc.compiled import CompiledProgram
+from splitc.ir.placements import SCHEDULES
+from splitc.ir.plan import Plan
+from splitc.runtime.transport.base import Deadlock, Transport
+from tests.end_to_end.test_every_strategy import NORMED
+from tests.end_to_end.test_microbatches import in_pieces
+from tests.runtime.checkpoints.test_resume import steps
+from tests.support.compiled import compiled
+from tests.support.every_strategy import Asked, every_strategy, images, planned
+from tests.support.ranks import adam, on_ranks, on_workers, part_of, train, worker_of
+from tests.support.sampling import sampled
+from tests.support.strict import Strict, strict_transports
+from tests.support.subnet_networks import CLASSES, INPUTS, chain
+
+Batches = Sequence[tuple[torch.Tensor, ...]]
+
+
+def live(program: CompiledProgram, batches: Batches, folder: Path, **options: Any) -> None:
+    """Train, with a tail, evaluate, predict, save in all ways, resume and train on: on every rank of a program."""
+    dataset = TensorDataset(*(torch.cat(parts)[: len(parts[0]) * 3 // 2] for parts in zip(*batches, strict=True)))
+
+    def run(transport: Transport) -> None:
+        assert isinstance(transport, Strict)
+        worker = worker_of(program, transport, adam, **options)
+        steps(worker, batches)
+        for batch in worker.loader(dataset, drop_last=False):
+            worker.step(*batch)
+        worker.evaluate(worker.loader(dataset, shuffle=False, drop_last=False))
+        steps(worker, batches[:1])
+        worker.save(folder, asynchronous=True)
+        steps(worker, batches[:1])
+        worker.grad_norm()
+        worker.save(folder)
+        worker.resume(folder)
+        worker.load_state_dict(worker.state_dict())
+        worker.export(folder / "model.pt")
+        own = part_of(worker, batches[0], [last - first for first, last in pairwise(worker.rank.spec.batch_offsets)])
+        worker.evaluate(*own)
+        worker.predict(*own[:-1])
+        worker.close()
+
+    with strict_transports():
+        on_ranks(program.plan.world, run)
+    assert (folder / "model.pt").exists()
+
+
+def batches_of(program: CompiledProgram, number: int = 2) -> Batches:
+    return [images(program.plan.global_batch) for _ in range(number)]
+
+
+# -- whole lives -------------------------------------------------------------------------------------------------------
+
+EVERYDAY = ["late_multiply", "parameter_server(servers=2)", "layer_separation(ranks=1+1+1)"]
+
+
+@sampled(
+    ("world", "asked"),
+    EVERY := [(world, asked) for world in (3, 2, 4) for asked in every_strategy(world)],
+    [(3, asked) for asked in every_strategy(3) if str(asked) in EVERYDAY],
+    ids=str,
+)
+def test_every_strategy_lives_on_the_strictest_transport(world: int, asked: Asked, tmp_path: Path) -> None:
+    program = planned(world, asked, norm=True, global_batch=3 * world + 1)
+    live(program, batches_of(program), tmp_path, clip_norm=0.5)
+
+
+OTHERS = [
+    (4, "modulo_shard(mp=2, period=2, sync_batchnorm=True)", {"accumulate": 2}),
+    (3, "local_sgd(period=4, fragments=2, delay=1, mixing=0.5, outer_lr=0.7, outer_momentum=0.9)", {}),
+    (2, "local_sgd(period=2)", {"clip_norm": 0.5}),
+    (3, "local_sgd(period=3, through=server, fragments=2, delay=1)", {}),
+    (4, "local_sgd(period=2, through=server)", {"accumulate": 2}),
+    (4, "modulo_shard(mp=2, period=2, through=server)", {}),
+    *((world, strategy, {"pins": pins}) for world, strategy, pins in NORMED),
+]
+"""In rounds, and with synchronised BatchNorm: ranks, strategy, options."""
+
+
+@sampled(("world", "strategy", "options"), OTHERS, OTHERS[:1], ids=str)
+def test_rounds_and_synchronised_norms_live_on_it(
+    world: int, strategy: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    program = planned(world, strategy, norm=True, pins=options.get("pins", {}))
+    live(program, batches_of(program, 5), tmp_path, **{k: v for k, v in options.items() if k != "pins"})
+
+
+@sampled(("world", "width"), [(3, 2), (2, 7), (4, 3), (4, 9), (2, 1)], [(3, 2)])
+def test_subnets_of_few_neurons_live_on_it(world: int, width: int, tmp_path: Path) -> None:
+    """With fewer neurons than ranks some have nothing to exchange."""
+    batches = [(torch.randn(4 * world, INPUTS), torch.randint(CLASSES, (4 * world,))) for _ in range(5)]
+    x, y = (tensor[:4] for tensor in batches[0])
+    model = chain(width, width + 1).model
+    live(compiled(model, (x,), y, F.cross_entropy, world, "independent_subnets(local_steps=2)"), batches, tmp_path)
+
+
+# -- microbatches ------------------------------------------------------------------------------------------------------
+
+PIECES = [
+    (world, asked, 2 + k % 2, schedule)
+    for world in (3, 2, 4)
+    for k, asked in enumerate(every_strategy(world))
+    for schedule in SCHEDULES
+]
+
+
+@sampled(
+    ("world", "asked", "number", "schedule"),
+    PIECES,
+    [cell for cell in PIECES if cell[0] == 3 and "ranks=1+1+1" in str(cell[1])],
+    ids=str,
+)
+def test_every_strategy_in_microbatches_ends_on_it(world: int, asked: Asked, number: int, schedule: str) -> None:
+    program = in_pieces(world, asked, number, schedule)
+    batches = [images(program.plan.global_batch, torch.float64) for _ in range(2)]
+    with strict_transports(), known(program.plan):
+        on_workers(program, lambda worker: train(worker, batches), optimizer=adam)
+
+
+@contextmanager
+def known(plan: Plan) -> Iterator[None]:
+    """Take a deadlock in a sum of gradients where a rank has no examples in the last microbatch of others of its role.
+
+    It begins the sum in its own last one, before it sends the gradients of that to ranks for which the others of its
+    role wait in turn: this ends only where a sum does not hold up messages, as on gloo, or side by side on NCCL.
+    """
+    lasts = [
+        {max(k for k in range(plan.microbatches) if any(plan.sizes_at(role, rank, k))) for rank in ranks}
+        for role, ranks in plan.roles.items()
+    ]
+    try:
+        yield
+    except Deadlock as error:
+        assert any(len(last) > 1 for last in lasts) and re.search(r"waits: all_reduce \(\d+,\)", str(error)), error
