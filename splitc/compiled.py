@@ -233,11 +233,13 @@ class CompiledProgram:
         dtype: torch.dtype | None = None,
         examples: int | None = None,
         seed: int = 0,
+        compile_stages: bool | str = False,
     ) -> Verification:
         """Train `steps` steps on the ranks here and in one process, and compare loss, gradients and parameters.
 
         processes: start ranks under torchrun instead of simulating them.  dtype: torch.float64 proves the algebra; any
         dtype turns autocast off; None: the model's own.  examples: at most so many for each reader; None: 8.
+        compile_stages: of the ranks' workers.
         """
         if processes:
             require_importable(self.program, "verify(processes=True)")
@@ -247,7 +249,9 @@ class CompiledProgram:
         with borrowed(self._model, self._example.loss, dtype):
             compiled = self if dtype is None else self._in_dtype(dtype)
             parts = compiled.program, compiled.files, compiled._model, compiled._example, compiled.weights()
-            result = verify_program(*parts, sizes, processes=processes, steps=steps, seed=seed)
+            result = verify_program(
+                *parts, sizes, processes=processes, steps=steps, seed=seed, compile_stages=compile_stages
+            )
         was_off = self.program.autocast is not None and dtype is not None
         return replace(result, notes=(*result.notes, *["autocast was off on both sides"] * was_off))
 

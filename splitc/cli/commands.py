@@ -93,6 +93,7 @@ def verify(args: argparse.Namespace) -> int:
             steps=args.steps,
             examples=args.examples,
             dtype=getattr(torch, args.dtype) if args.dtype else None,
+            compile_stages=args.compile_stages,
         )
     if args.json:
         print(json.dumps(dataclasses.asdict(result), indent=1))

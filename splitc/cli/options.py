@@ -119,6 +119,7 @@ def _verify(add: Add) -> None:
         choices=("float32", "float64"),
         help="precision, without autocast; float64 proves the algebra (default: the model's)",
     )
+    add("--compile-stages", action="store_true", help="the ranks run their stages under torch.compile")
     add("--json", action="store_true", help="print the result as JSON")
 
 

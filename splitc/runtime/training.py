@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import data, moments
 from .averages import MovingAverages
+from .compiled_stages import CompiledStages
 from .errors import LaunchError
 from .evaluation import Evaluation
 from .failed_step import failed_step
@@ -56,6 +57,7 @@ class Training:
     check_finite: a step whose loss or gradients are not finite updates nothing, and raises NonFiniteError everywhere.
     ema: the weight of `averages` beside a new update, exponential moving ones of the parameters; None: none.
     loss_scale: of a program in float16, a number or "dynamic", which None is too; see `LossScale`.
+    compile_stages: run stages under torch.compile where that is faster; a backend of it by name, throughout.
     """
 
     def __init__(
@@ -72,11 +74,13 @@ class Training:
         check_finite: bool = False,
         ema: float | None = None,
         loss_scale: float | str | None = None,
+        compile_stages: bool | str = False,
     ) -> None:
         accumulate = program.rank.accumulate if accumulate is None else accumulate
         plan = getattr(program, "PLAN", None)
         self._settings = {"the plan": plan, "seed": seed, "accumulate": accumulate, "clip_norm": clip_norm}
         others = {"check_finite": check_finite, "ema": ema, "loss_scale": loss_scale, **formats(weights)}
+        others["compile_stages"] = compile_stages
         require_equal(transport, {**self._settings, **others})  # before anything that ranks of another build do not do
         if type(accumulate) is not int or accumulate < 1:
             raise LaunchError(f"accumulate={accumulate!r}: give a whole number of batches, at least 1")
@@ -95,6 +99,8 @@ class Training:
         rank, loss = self.rank, self._evaluation.loss_anew
         own = moments.Training(program, rank.spec, self.stage, rank.parts, rank.step, loss)
         self._features = [feature(own) for feature in FEATURES if feature.concerns(rank.spec)]
+        if compile_stages:
+            self._features.append(CompiledStages(own, transport, compile_stages))
         with agreed(transport, "make its optimizer"):
             self._optimizers, self._scheduled, self._groups = self._make_optimizers(optimizer, elementwise)
             self._averages = None if ema is None else self._moving_averages(ema)

@@ -94,6 +94,7 @@ def verify_program(
     processes: bool,
     steps: int,
     seed: int,
+    compile_stages: bool | str = False,
 ) -> Verification:
     """Compare `steps` training steps of the generated `files` with `model` trained in this process.
 
@@ -107,7 +108,7 @@ def verify_program(
     feeds = [split_batch(program, batch, local_batches) for batch in batches]
     precision = computed_in(program)
     own = {"model": model, LOSS: example.loss}
-    options = local_batches, LEARNING_RATE, MOMENTUM, period
+    options = local_batches, LEARNING_RATE, MOMENTUM, period, compile_stages
     if processes:
         with tempfile.TemporaryDirectory() as folder:
             trials = torchrun_trial(Path(folder), files, weights, world, feeds, *options)

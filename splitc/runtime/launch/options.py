@@ -32,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--eval-data", metavar="MODULE:FUNCTION", help="of the worker: gives a Dataset to evaluate on")
     add("--eval-every", type=positive, metavar="N", help="evaluate every N steps; the last is evaluated in any case")
     add("--seed", type=int, default=0, metavar="N", help="of dropout, order and synthetic data (default 0)")
+    add("--compile-stages", action="store_true", help="run stages under torch.compile, where that is faster")
     add("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
     add("--device", choices=("cpu", "cuda"), help="default: the GPUs, where torch sees any")
     add("--save", type=Path, metavar="FILE", help="write the trained model's state_dict there")

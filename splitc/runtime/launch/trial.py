@@ -65,6 +65,7 @@ def run_trial(
     learning_rate: float,
     momentum: float,
     period: int = 1,
+    compile_stages: bool | str = False,
     own: Mapping[str, Any] | None = None,
 ) -> Trial:
     """Train this rank on `feeds` with SGD.
@@ -78,7 +79,9 @@ def run_trial(
     tensors, keys = {**weights["state"], **weights["extra"]}, first_names(weights["state"])
     program = load_rank(source, transport.rank, own)
     scale = 1024.0 if program.rank.scales_loss else None  # none is skipped for an overflow
-    worker = Worker(program, transport, tensors, keys, optimizer, accumulate=1, loss_scale=scale)
+    worker = Worker(
+        program, transport, tensors, keys, optimizer, accumulate=1, loss_scale=scale, compile_stages=compile_stages
+    )
     worker.use_sizes(sizes)
     trial = Trial(shards=dict(worker.shards))
     for step, feed in enumerate(feeds, 1):
@@ -102,12 +105,14 @@ def torchrun_trial(
     learning_rate: float,
     momentum: float,
     period: int = 1,
+    compile_stages: bool | str = False,
 ) -> list[Trial]:
     """`run_trial` in `world` real processes.  Raises RanksFailed with the first error of a rank when one fails."""
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     torch.save(dict(weights), folder / "weights.pt")
     options = {"sizes": list(sizes), "learning_rate": learning_rate, "momentum": momentum, "period": period}
+    options["compile_stages"] = compile_stages
     torch.save({"feeds": feeds, **options}, folder / "trial.pt")
     done = torchrun(["-m", "splitc.runtime.launch.trial", str(folder)], world, quiet=True)
     if done.returncode:

@@ -1,0 +1,246 @@
+"""Stages under torch.compile train as those without it, sum buckets during backward, and give way where they do not."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.compiled import CompiledProgram
+from splitc.runtime.compiled_parts import compiled_methods
+from splitc.runtime.compiled_stages import TRIED, WARM_UP, CompiledStages
+from splitc.runtime.worker import Worker
+from tests.support.compiled import compiled
+from tests.support.every_strategy import planned
+from tests.support.ranks import assert_same, batch_of, on_workers, part_of, plain, train
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    """As codegen writes one, and as a person may edit it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.ModuleDict({"0": nn.Linear(3, 3), "1": nn.Linear(3, 3)})
+
+    def forward(self, comm: Any, x: Tensor) -> Any:
+        """Ten lines."""
+        h1 = F.relu(self.a(x))
+        a = h1 + h1 * 2
+        h2 = comm.double(F.relu(a))
+        h3 = F.relu(self.b["0"](h2))
+        h4 = F.relu(self.b["1"](h3)) + a
+        if h4.dim() > 1:
+            h4 = h4.exp()
+        alone = h4.sin()
+        return alone, comm.double(h3)
+
+    def loss(self, comm: Any, y: Tensor, weight: Any) -> Tensor:
+        total = y.square().sum()
+        return total / weight.wait()
+
+
+class Comm:
+    """Doubles what it is given, in place of communicating."""
+
+    @staticmethod
+    def double(value: Tensor) -> Tensor:
+        return value * 2
+
+
+def cut(stage: nn.Module, **buckets: int) -> tuple[dict[str, Callable[..., Any]], list[str]]:
+    """The methods of a stage, and a log of the parts that they call."""
+    log: list[str] = []
+
+    def noted(part: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            log.append(part.__name__)
+            return part(*arguments)
+
+        return run
+
+    return compiled_methods(stage, {f"self.{name}": k for name, k in buckets.items()}, noted), log
+
+
+def test_a_method_is_cut_at_communication_and_buckets_and_computes_the_same() -> None:
+    stage, x = Stage(), torch.randn(2, 3)
+    for buckets, parts in (({}, ["_forward_0", "_forward_1"]), ({"b.1": 0, "b.0": 1}, ["_forward_0", *BY_BUCKET])):
+        methods, log = cut(stage, **buckets)
+        for got, expected in zip(methods["forward"](Comm, x), stage(Comm, x), strict=True):
+            assert torch.equal(got, expected)
+        assert log == parts
+        assert "__init__" not in methods
+
+
+BY_BUCKET = ["_forward_1", "_forward_2"]
+
+
+def test_a_part_takes_and_returns_what_others_read_and_keeps_file_and_lines() -> None:
+    found: dict[str, Any] = {}
+    compiled_methods(Stage(), {}, lambda part: found.setdefault(part.__name__, part))
+    assert [*inspect.signature(found["_forward_0"]).parameters] == ["self", "x"]
+    assert [*inspect.signature(found["_forward_1"]).parameters] == ["self", "a", "h2"]
+    assert found["_forward_0"].__code__.co_filename == __file__
+    text, first = inspect.getsourcelines(Stage.forward)
+    assert found["_forward_1"].__code__.co_firstlineno == first + next(k for k, t in enumerate(text) if "h3 =" in t)
+    with pytest.raises(TypeError) as raised:
+        found["_forward_0"](Stage(), "no tensor")
+    assert "h1 = F.relu(self.a(x))" in str(raised.traceback[1].statement)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+class Deep(nn.Sequential):
+    """Layers that fill a bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__(*(each for _ in range(2) for each in (nn.Linear(200, 200), nn.GELU())))
+
+
+def deep() -> CompiledProgram:
+    torch.manual_seed(0)
+    return compiled(Deep(), (torch.randn(2, 200),), torch.randn(2, 200), F.mse_loss, 2, "data_parallel")
+
+
+def test_buckets_start_while_backward_still_runs_and_names_stay() -> None:
+    program = deep()
+    batches = [(torch.randn(4, 200), torch.randn(4, 200)) for _ in range(2)]
+
+    def run(worker: Worker) -> tuple[list[str], Any]:
+        log: list[str] = []
+        start, stage = worker.rank.transport._all_reduce, worker.stage
+        for name, parameter in stage.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: log.append(name))
+
+        def issued(tensor: Tensor, *others: Any) -> Any:
+            log.append(f"sum of {tensor.numel()}")
+            return start(tensor, *others)
+
+        worker.rank.transport._all_reduce = issued  # type: ignore[method-assign]
+        trained = train(worker, batches)
+        return log, (trained, list(stage.state_dict()), worker.evaluate(*part_of(worker, batches[0], (2, 2))))
+
+    compiled_ones = on_workers(program, run, compile_stages="aot_eager")
+    for (log, _), (eager, _) in zip(compiled_ones, on_workers(program, run), strict=True):
+        sums = [k for k, each in enumerate(log) if each.startswith("sum") and each != "sum of 1"]
+        assert len(sums) == 2 * 2
+        assert log.index("2.weight") < sums[0] < log.index("0.weight")
+        assert [each for each in log if each.startswith("sum")] == [each for each in eager if each.startswith("sum")]
+    (losses, state), names, mean = compiled_ones[0][1]
+    (expected_losses, expected), expected_names, expected_mean = on_workers(program, run)[0][1]
+    assert losses == pytest.approx(expected_losses)
+    assert_same(state, expected)
+    assert (names, float(mean)) == (expected_names, pytest.approx(float(expected_mean)))
+
+
+@pytest.mark.parametrize(
+    ("with_it", "without", "line"),
+    [
+        (1, 2, "splitc: stages run under torch.compile: 1 s a step, without it 2 s\n"),
+        (2, 1, "splitc: stages run without torch.compile: 1 s a step, with it 2 s\n"),
+    ],
+)
+def test_after_steps_of_both_kinds_all_ranks_go_on_as_is_faster(
+    with_it: int, without: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda part, backend: part)
+    batch = batch_of(8)
+
+    def run(worker: Worker) -> list[bool]:
+        (stages,) = (each for each in worker._features if isinstance(each, CompiledStages))
+        calls, kinds = itertools.count(), []
+        monkeypatch.setattr(stages, "_now", lambda: next(calls) % 2 * (with_it if stages._is_on else without))
+        for _ in range(WARM_UP + TRIED + 2):
+            kinds.append(stages._is_on)
+            worker.step(*part_of(worker, batch, (4, 4)))
+        return kinds
+
+    tried = [True, False, False, True] * (TRIED // 4)
+    expected = [True] * WARM_UP + tried + [with_it < without] * 2
+    assert on_workers(plain("data_parallel")[1], run, compile_stages=True) == [expected] * 2
+    assert capsys.readouterr().err == line
+
+
+def test_what_cannot_be_compiled_on_one_rank_runs_as_it_is_on_all_and_one_line_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda part, backend: fails if next(made) == 1 else part)
+    made = itertools.count()
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("no compiler\nis here")
+
+    _, program = plain("data_parallel")
+    batches = [batch_of(8) for _ in range(3)]
+    results = on_workers(program, lambda worker: train(worker, batches), compile_stages=True)
+    assert_same(results[0][1], on_workers(program, lambda worker: train(worker, batches))[0][1], 0.0)
+    assert next(made) == 2
+    text = "splitc: stages run without torch.compile, which failed: RuntimeError: no compiler is here\n"
+    assert capsys.readouterr().err == text
+
+
+# -- with the compiler -------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A perceptron of a transformer and its attention, with dropout."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
+def test_a_transformer_with_dropout_is_compiled_once_and_trains_as_it_does_without() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    program = compiled(model, (torch.randn(4, 6, 32),), torch.randn(4, 6, 32), F.mse_loss, 2, "data_parallel")
+    batches = [(torch.randn(8, 6, 32), torch.randn(8, 6, 32)) for _ in range(5)]
+
+    def run(worker: Worker) -> Any:
+        first = train(worker, batches[:1])
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            return first, train(worker, batches[1:])
+
+    for got, expected in zip(
+        on_workers(program, run, compile_stages="inductor")[0], on_workers(program, run)[0], strict=True
+    ):
+        assert got[0] == pytest.approx(expected[0])
+        assert_same(got[1], expected[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "data_parallel",
+        "data_parallel(sync_batchnorm=True)",
+        "late_multiply",
+        "layer_separation",
+        "layer_separation(microbatches=2)",
+        "modulo_shard",
+        "local_sgd",
+        "parameter_server",
+    ],
+)
+def test_compiled_stages_hold_under_verify(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program = planned(4, strategy, norm="microbatches" not in strategy)
+    result = program.verify(compile_stages="aot_eager", steps=2, dtype=torch.float64)
+    assert result.holds, result
+    assert not capsys.readouterr().err  # nothing failed to compile
