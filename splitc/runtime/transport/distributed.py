@@ -94,6 +94,8 @@ def _join(where: torch.device, backend: str | None, timeout: float | None, tell:
     seconds = seconds_to_wait(timeout, NCCL_TIMEOUT if chosen == "nccl" else DEFAULT_TIMEOUT)
     if tell and rank == 0 and (line := in_words(seats, chosen)):
         print(line, file=sys.stderr, flush=True)
+    if joined and chosen == "nccl":
+        choose_interface()  # for the groups of gloo that are made beside it
     if not joined:
         within = timedelta(seconds=seconds)
         bound = where if chosen == "nccl" else None  # its communicators are created at once, so errors show here

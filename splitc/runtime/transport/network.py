@@ -29,10 +29,9 @@ def choose_interface() -> None:
 
     Raises LaunchError, with the interfaces that there are, when none is found.
     """
-    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    if one_host or any(os.environ.get(name) for name in _VARIABLES) or not Path("/proc/net").exists():
+    one_host, master = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"), os.environ.get("MASTER_ADDR")
+    if one_host or not master or any(os.environ.get(name) for name in _VARIABLES) or not Path("/proc/net").exists():
         return
-    master = os.environ["MASTER_ADDR"]
     try:
         found = socket.getaddrinfo(master, None, type=socket.SOCK_DGRAM)
     except OSError as error:

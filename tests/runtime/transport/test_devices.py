@@ -179,11 +179,14 @@ def test_a_group_that_is_bound_to_a_gpu_says_which_it_is(
 
 
 def test_the_backends_of_a_group_that_is_there_decide_what_is_staged(
-    gpus: GPUs, joined: Callable[..., dict[str, Any]]
+    gpus: GPUs, joined: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus(1, uuid="A")
+    chosen: list[int] = []
+    monkeypatch.setattr(distributed, "choose_interface", lambda: chosen.append(1))
     staged = {config: joined(config)["staged"] for config in ("cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo")}
     assert staged == {"cuda:nccl": False, "cpu:gloo,cuda:nccl": False, "cpu:gloo,cuda:gloo": True}
+    assert chosen == [1, 1]  # where it has NCCL, for the groups of gloo that are made beside it
     with pytest.raises(LaunchError, match="make the process group with the backend 'cpu:gloo,cuda:nccl'"):
         joined("cuda:nccl", device="cpu")
 

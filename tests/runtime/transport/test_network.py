@@ -82,10 +82,13 @@ def test_an_interface_that_the_user_names_stays(start: Start, name: str) -> None
     assert sorted(filter(None, chosen())) == ["eth0"]
 
 
-def test_nothing_is_chosen_on_one_host(start: Start) -> None:
+def test_nothing_is_chosen_on_one_host_or_without_a_master(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     start(here=4)
     choose_interface()
     start(master="127.0.0.1", here=None)
+    choose_interface()
+    start()
+    monkeypatch.delenv("MASTER_ADDR")  # a group that was not made from the environment
     choose_interface()
     assert chosen() == (None, None)
 
