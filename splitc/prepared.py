@@ -49,12 +49,8 @@ def prepare(
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise LaunchError("prepare takes the plain model, without DistributedDataParallel around it")
     of_compile = inspect.signature(compile).parameters.keys() - {"world", "example", "target", "plan", "watch"}
-    of_worker = {*inspect.signature(Worker).parameters, "backend", "device"} - {
-        "program",
-        "transport",
-        "weights",
-        "keys",
-    }
+    made_here = {"program", "transport", "weights", "keys"}
+    of_worker = {*inspect.signature(Worker).parameters, "backend", "device"} - made_here
     if unknown := [name for name in options if name not in of_compile | of_worker]:
         raise TypeError(f"prepare has no option {', '.join(unknown)}; {', '.join(sorted(of_compile | of_worker))}")
     batch = taken_over(loader)[1]["batch_size"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,11 @@ class Trial:
 def ieee_float32() -> Iterator[None]:
     """Compute float32 on GPUs with all its bits, as a reference on the CPU does; TF32 has 10 of 23."""
     cudnn: Any = torch.backends.cudnn
-    kinds = cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul
-    before = [kind.fp32_precision for kind in kinds]
-    try:
-        for kind in kinds:
+    with ExitStack() as restored:
+        for kind in (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul):
+            restored.callback(setattr, kind, "fp32_precision", kind.fp32_precision)
             kind.fp32_precision = "ieee"
         yield
-    finally:
-        for kind, precision in zip(kinds, before, strict=True):
-            kind.fp32_precision = precision
 
 
 def run_trial(

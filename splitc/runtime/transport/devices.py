@@ -88,11 +88,9 @@ def in_words(seats: Sequence[Seat], backend: str) -> str:
     if not any(seat.in_sight for seat in seats):
         return ""
     ranks, through = f"{len(seats)} rank{'s' * (len(seats) > 1)}", f"tensors travel through the CPU ({backend})"
-    on_cpu = sum(seat.gpu is None for seat in seats)
-    if on_cpu == len(seats):
-        return f"{ranks} on the CPU, {backend}, though torch sees GPUs"
-    if on_cpu:
-        return f"{ranks}, {on_cpu} of them on the CPU: {through}"
+    if on_cpu := sum(seat.gpu is None for seat in seats):
+        by_choice = f"{ranks} on the CPU, {backend}, though torch sees GPUs"
+        return by_choice if on_cpu == len(seats) else f"{ranks}, {on_cpu} of them on the CPU: {through}"
     places = {seat.host: _devices([each for each in seats if each.host == seat.host]) for seat in seats}
     where, hosts = " and ".join(dict.fromkeys(places.values())), f" on {len(places)} hosts" * (len(places) > 1)
     where += " each" * (len(places) > len(set(places.values())) == 1)
