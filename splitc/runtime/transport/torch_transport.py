@@ -69,6 +69,7 @@ class TorchTransport(Transport):
         self._under_way = 0  # operations that nobody has waited for
         self._ways = [everyone, everyone]  # of messages to lower ranks, and to higher ones
         if self.waits_hold_the_stream and self.world > 1:
+            self.barrier()  # a communicator that NCCL makes at the first operation needs all ranks in it
             self._ways = [self._new_group(ranks, device_id=self._gpu, pg_options=self._capped()) for _ in range(2)]
         atexit.register(self._close_at_exit)
 

@@ -166,6 +166,7 @@ class Asked:
         monkeypatch.setattr(dist, "get_rank", lambda *_: 1)
         monkeypatch.setattr(dist, "get_world_size", lambda *_: WORLD)
         monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
+        monkeypatch.setattr(dist, "barrier", lambda group, device_ids: self.groups.append((group, device_ids)))
         monkeypatch.setattr(dist, "new_group", self.new_group)
         monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Asked.Options), raising=False)
 
@@ -182,6 +183,8 @@ def test_every_rank_creates_all_groups_in_one_order_bound_to_its_gpu(monkeypatch
     here, asked = torch.device("cuda", 1), Asked(monkeypatch)
     transport = TorchTransport(here, 30.0, owns_process_group=False)
     messages, options = (0, 1, 2, 8, {"device_id": here}), {"device_id": here}
+    joined, *asked.groups = asked.groups
+    assert joined == (None, [1]), "an operation of all ranks on the group that is there"
     assert asked.groups == [messages] * 2 and transport.waits_hold_the_stream
 
     told = [{(1, 2), (2,)}, {(0, 1, 2)}, {(0, 2), (1, 2)}]
