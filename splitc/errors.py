@@ -4,7 +4,15 @@ Subclasses of SplitcError are about the input; InternalError is a bug of splitc.
 (the node and the user's file and line), the numbers with their units, and what to do.
 """
 
-from splitc.runtime.errors import BackendError, LaunchError, NonFiniteError, RanksFailed, SplitcError, bullets
+from splitc.runtime.errors import (
+    BackendError,
+    LaunchError,
+    NonFiniteError,
+    RanksFailed,
+    ReplicaError,
+    SplitcError,
+    bullets,
+)
 
 __all__ = [
     "BackendError",
@@ -15,6 +23,7 @@ __all__ = [
     "NonFiniteError",
     "PlacementError",
     "RanksFailed",
+    "ReplicaError",
     "SplitcError",
     "bullets",
 ]

@@ -23,6 +23,10 @@ class NonFiniteError(SplitcError):
     """The loss or a gradient of a step is infinite or not a number."""
 
 
+class ReplicaError(SplitcError):
+    """Ranks that hold the same tensor have other values of it."""
+
+
 def bullets(title: str, problems: Iterable[str]) -> str:
     """One message that lists all problems, each once."""
     return "\n".join([title, *(f"  - {problem}" for problem in dict.fromkeys(problems))])

@@ -76,6 +76,11 @@ class Feature:
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether all ranks that hold a parameter have the same values of it now."""
+        return True
+
     def end(self, context: StepContext, waiting: int) -> None:
         """Let all ranks have the same parameters.  waiting: batches that are accumulated to an update to come."""
 

@@ -1,23 +1,22 @@
-"""Compare what several ranks hold: parameters, buffers that they keep alike, the state of optimizers.
+"""Compare what several ranks hold: parameters, the state of optimizers, and buffers that are kept alike.
 
-Replicas begin alike, add the same sums, and multiply alike by themselves what need not travel; nothing else keeps them
-so.  Of each tensor a rank computes one number on its device:
+Replicas begin alike, add the same sums, and compute alike by themselves what does not travel; nothing else keeps them
+so.  Of each tensor a rank computes one number on its device, of its bits as whole numbers w in parts of 2^20:
 
-    h = sum over k  (2k + 1) s_k,   s_k = sum over i  w_i (2i + 1)
+    s_k = sum over i  (2i + 1) w_i  (each product mod 2^32),    h = sum over k  (2k + 1) s_k  (mod 2^62)
 
-of its bits as whole numbers w, 2^20 of them in each part k, all modulo 2^32 or 2^64.  The ranks compare the largest
-and the smallest h by one all-reduce for all that the same ranks hold, and one of whether any differ.
+The largest and the smallest h are compared, for all that the same ranks hold at once.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 
-from .errors import LaunchError, ReplicasDiffer
+from .errors import LaunchError, ReplicaError
 from .moments import Feature
 from .optimizers import state_of
 from .rank import Rank
@@ -26,15 +25,12 @@ from .stage_state import StageState
 _PART = 1 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16}
 
-Held = tuple[tuple[int, ...], str, Tensor]
-"""The ranks that hold a tensor, its name, and its fingerprint on this one."""
-
 
 class Replicas:
-    """Checks every so many steps.
+    """Compares them every so many steps; in rounds with other units when a round has ended.
 
-    In rounds those of other units are compared when a round has ended.  What a step writes of a rank's own examples,
-    the statistics of normalisations that are not synchronised say, is not compared.
+    Left out are buffers that have changed on all ranks, but for those of synchronised normalisations: they are of each
+    rank's own examples.  Constructing it is collective.
     """
 
     def __init__(
@@ -48,28 +44,85 @@ class Replicas:
         if type(every) is not int or every < 1:
             raise LaunchError(f"check_replicas={every!r}: give a whole number of steps, at least 1")
         self._every, self._rank, self._state, self._optimizers = every, rank, state, optimizers
-        self._features, self._is_due = features, False
-        self._before: dict[str, tuple[Tensor, int]] = {}
-        self._written: set[str] = set()
-        self._holders = state.holders()
-        rank.transport.connect([*self._holders.values(), *map(self._within, self._holders.values())])
+        self._features, self._is_due, self._holders = features, False, state.holders()
+        self._device = rank.transport.device
+        self._within = {name: tuple(r for r in own if r in state.together) for name, own in self._holders.items()}
+        self._begun = {name: fingerprint([each], self._device) for name, each in state.stage.named_buffers()}
+        rank.transport.connect([*self._holders.values(), *self._within.values()])
 
-    def begin(self) -> None:
-        """Before a step: note the buffers, to see which of them it writes."""
-        self._before = {name: (each, each._version) for name, each in self._state.stage.named_buffers()}
+    def after(self, step: int) -> None:
+        """After a step: compare, if it is time.  Collective.  Raises ReplicaError, on every rank."""
+        is_alike, is_turn = all(feature.is_alike for feature in self._features), step % self._every == 0
+        self._is_due |= is_turn
+        if self._is_due and (is_alike or is_turn):
+            self._is_due = not is_alike
+            self._compare(step, self._holders if is_alike else self._within)
 
-    def end(self, step: int) -> None:
-        """After a step: compare, if it is time.  Collective.  Raises ReplicasDiffer, on every rank."""
+    def _held(self, of_all: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], str, Tensor, Tensor]]:
+        """What this rank holds: which ranks do, its name, its number, and whether to compare it, not 0.
+
+        of_all: the ranks that have a parameter alike.
+        """
+        state, always = self._state, torch.ones((), dtype=torch.int64, device=self._device)
+        for name, parameter in sorted(state.trained):
+            first, own = state.first_name(name), sorted(state_of(self._optimizers, parameter).items())
+            yield of_all[name], first, fingerprint([parameter], self._device), always
+            tensors = [value for _, value in own if isinstance(value, Tensor)]
+            yield self._within[name], f"the optimizer's state of {first}", fingerprint(tensors, self._device), always
         norms = {norm for comm in self._rank.comms for norm in comm.shared.synchronised}
-        alike = {id(buffer) for norm in norms for buffer in norm.buffers()}
-        for name, each in self._state.stage.named_buffers():
-            if (each, each._version) != self._before.get(name) and id(each) not in alike:
-                self._written.add(name)
-        everywhere = all(feature.is_alike for feature in self._features)
-        self._is_due |= step % self._every == 0
-        if self._is_due and (everywhere or step % self._every == 0):
-            self._is_due = not everywhere
-            self._compare(step, everywhere)
+        summed = {id(buffer) for norm in norms for buffer in norm.buffers()}
+        for name, buffer in sorted(state.stage.named_buffers(), key=lambda each: each[0]):
+            value = fingerprint([buffer], self._device)
+            counts = always if id(buffer) in summed else value == self._begun[name]
+            yield self._within[name], state.first_name(name), value, counts.long()
 
-    def _within(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(rank for rank in ranks if rank in self._state.together)
+    def _compare(self, step: int, of_all: Mapping[str, tuple[int, ...]]) -> None:
+        transport, groups = self._rank.transport, defaultdict[tuple[int, ...], list[tuple[str, Tensor, Tensor]]](list)
+        for ranks, name, value, counts in self._held(of_all):
+            if len(ranks) > 1:
+                groups[ranks].append((name, value, counts))
+        unlike, found = torch.zeros(1, dtype=torch.int32, device=self._device), list[tuple[str, Tensor, Tensor]]()
+        for ranks, group in sorted(groups.items(), key=lambda each: each[0]):
+            names, values, compared = zip(*group, strict=True)
+            own = torch.stack(values)
+            most = torch.stack([own, -own, torch.stack(compared)])
+            transport.all_reduce(most, ranks, maximum=True).wait()
+            differs = (most[0] != -most[1]) & (most[2] > 0)
+            unlike |= differs.any()
+            found += zip(names, own, differs, strict=True)
+        transport.all_reduce(unlike, self._rank.everyone, maximum=True).wait()
+        if any(transport.decided(unlike)):
+            raise self._error(step, {name: int(value) for name, value, differs in found if differs})
+
+    def _error(self, step: int, own: Mapping[str, int]) -> ReplicaError:
+        """What differs, of all ranks.  own: what does on this one.  Collective."""
+        found: dict[str, dict[int, int]] = {}
+        for rank, values in enumerate(self._rank.transport.all_gather_objects(own)):
+            for name, value in values.items():
+                found.setdefault(name, {})[rank] = value
+        (name, by_rank), *more = found.items()
+        common = Counter(by_rank.values()).most_common(1)[0][0]
+        same, other = (
+            ", ".join(str(rank) for rank, value in by_rank.items() if (value == common) is is_common)
+            for is_common in (True, False)
+        )
+        return ReplicaError(
+            f"step {step}: {name} has other values on rank {other} than on rank {same}"
+            f"{f', as have {len(more)} more' if more else ''}. What ranks hold alike drifts apart where GPUs are "
+            f"unlike, by kernels that are not deterministic (torch.use_deterministic_algorithms(True) finds them), and "
+            f"by code that changes values on one rank; go on from an earlier checkpoint"
+        )
+
+
+def fingerprint(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """One number of the bits of tensors, int64 on `device`, without a read by the host."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for k, tensor in enumerate(tensors):
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
+        size = max(1, min(words.numel(), _PART))
+        weights = torch.arange(1, 2 * size, 2, dtype=torch.int32, device=words.device)
+        sums = torch.stack([(part * weights[: len(part)]).sum() for part in words.split(size)])
+        odd = torch.arange(1, 2 * len(sums), 2, device=words.device)
+        total += (2 * k + 1) * (sums * odd).sum().to(device)
+    return total & (2**62 - 1)

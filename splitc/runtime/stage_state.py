@@ -164,6 +164,15 @@ class StageState:
         """Buffer -> all ranks that hold it."""
         return {key: self._holders[key][self.shards.get(key)] for key, _ in self.stage.named_buffers()}
 
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """What this rank updates, and its buffers -> all ranks that hold the same part of it, under any name."""
+        every: dict[tuple[str, Shard | None], set[int]] = {}
+        for name, parts in self._holders.items():
+            for shard, ranks in parts.items():
+                every.setdefault((self.first_name(name), shard), set()).update(ranks)
+        names = [*(name for name, _ in self.trained), *(name for name, _ in self.stage.named_buffers())]
+        return {name: tuple(sorted(every[self.first_name(name), self.shards.get(name)])) for name in names}
+
     def gather(self, room: Callable[[dict[str, Tensor]], Any]) -> Any:
         """The whole model's state under its own keys on rank 0, in `room`; None elsewhere.  Collective."""
         first, state = self.first_names, self.stage.state_dict()

@@ -21,6 +21,7 @@ from .memory_format import formats
 from .optimizers import STEP, Made, make_optimizers, state_of
 from .parameter_groups import OptimizerFactory
 from .rank import Rank
+from .replicas import Replicas
 from .spec import RankSpec, Shard, StepContext
 from .stage_state import StageState
 from .transport.agreement import agreed, require_equal
@@ -58,6 +59,8 @@ class Training:
     ema: the weight of `averages` beside a new update, exponential moving ones of the parameters; None: none.
     loss_scale: of a program in float16, a number or "dynamic", which None is too; see `LossScale`.
     compile_stages: run stages under torch.compile where that is faster; a backend of it by name, throughout.
+    check_replicas: steps after which the ranks that hold the same tensor compare it, and raise ReplicaError, all of
+    them, where it differs; None: never.
     """
 
     def __init__(
@@ -75,12 +78,13 @@ class Training:
         ema: float | None = None,
         loss_scale: float | str | None = None,
         compile_stages: bool | str = False,
+        check_replicas: int | None = None,
     ) -> None:
         accumulate = program.rank.accumulate if accumulate is None else accumulate
         plan = getattr(program, "PLAN", None)
         self._settings = {"the plan": plan, "seed": seed, "accumulate": accumulate, "clip_norm": clip_norm}
         others = {"check_finite": check_finite, "ema": ema, "loss_scale": loss_scale, **formats(weights)}
-        others["compile_stages"] = compile_stages
+        others |= {"compile_stages": compile_stages, "check_replicas": check_replicas}
         require_equal(transport, {**self._settings, **others})  # before anything that ranks of another build do not do
         if type(accumulate) is not int or accumulate < 1:
             raise LaunchError(f"accumulate={accumulate!r}: give a whole number of batches, at least 1")
@@ -106,6 +110,8 @@ class Training:
             self._averages = None if ema is None else self._moving_averages(ema)
         for comm in self.rank.comms:
             comm.shared.optimizer_state = partial(state_of, self._optimizers)
+        own_replicas = self.rank, self._state, self._optimizers, self._features
+        self._replicas = None if check_replicas is None else Replicas(check_replicas, *own_replicas)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -173,6 +179,8 @@ class Training:
                 self._averages.update()
         for feature in self._features:
             feature.after_update((batch, context))
+        if self._replicas is not None:
+            self._replicas.after(self._steps)
         return loss
 
     def end_round(self) -> None:

@@ -19,6 +19,7 @@ class LossComm(Part):
 
     def batch_norm(self, value: Tensor, module: nn.modules.batchnorm._BatchNorm, own: bool = False) -> Tensor:
         """BatchNorm `module` over the examples of all replicas."""
+        self.role.synchronised.add(module)
         return batch_norm(self.role.among(own), value, module)
 
     def all_reduce_scalar(self, value: Tensor, own: bool = False) -> Tensor:

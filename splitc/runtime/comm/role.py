@@ -40,6 +40,7 @@ class Role:
     examples_of: rank of this role -> its examples of the compiled batch.
     group, replicas, everyone: among the members, the ranks that hold the same parameters, and all ranks of the role.
     optimizer_state: gives the state of a parameter; a worker with an optimizer puts its own in place.
+    synchronised: normalisations whose statistics are of all replicas' examples.
     context: the step.  busy: its microbatches in which the group has examples; the first one where it has none in any.
     """
 
@@ -61,6 +62,7 @@ class Role:
         self.everyone = Group(transport, spec.ranks or spec.replicas)
         self.optimizer_state: Callable[[nn.Parameter], MutableMapping[str, Any]] = lambda parameter: {}
         self.context = StepContext(rank.batch_offsets, rank.batch_offsets)
+        self.synchronised: set[nn.Module] = set()
         members = [examples_of[member] for member in spec.group] or [spec.examples]
         bounds = [first for first, _ in members] + [members[-1][1]]
         self._compiled = self.pieces = pieces_of(spec.scheme, spec.microbatches, rank.batch_offsets, bounds)

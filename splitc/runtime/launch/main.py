@@ -73,7 +73,7 @@ def open_worker(
     _check_options(folder, args)
     transport = init(world, args.backend, args.device, tell=True)
     require_one_build(folder, transport)
-    options = {"compile_stages": args.compile_stages, **options}
+    options = {"compile_stages": args.compile_stages, "check_replicas": args.check_replicas, **options}
     worker = load_worker(
         folder, transport if args.measure is None else Recorder(transport), optimizer, args.seed, **options
     )

@@ -38,6 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--save", type=Path, metavar="FILE", help="write the trained model's state_dict there")
     add("--save-every", type=positive, metavar="N", help="write a checkpoint every N steps, and after the last")
     add("--checkpoints", type=Path, default=Path("checkpoints"), metavar="FOLDER", help="default: checkpoints")
+    add("--check-replicas", type=positive, metavar="N", help="compare what several ranks hold every N steps")
     add("--resume", action="store_true", help="go on from the last checkpoint there, if there is one")
     add("--tensorboard", type=Path, metavar="FOLDER", help="write losses there, where TensorBoard is installed")
 

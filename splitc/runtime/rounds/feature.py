@@ -37,6 +37,10 @@ class InRounds(Feature):
     def concerns(spec: RankSpec) -> bool:
         return spec.rounds is not None
 
+    @property
+    def is_alike(self) -> bool:
+        return not self.running
+
     def describe(self, context: StepContext) -> StepContext:
         ends = context.training and context.is_last and self._updates + 1 == self._plan.steps
         return replace(context, round=self.number, ends_round=ends)
