@@ -27,11 +27,13 @@ def formats(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def flat(x: Tensor, like: Tensor) -> Tensor:
     """The numbers of `x` in the order in which those of `like` lie; a view where they lie so too."""
-    return x.permute(_outermost_first(like)).reshape(-1)
+    return (x if like.is_contiguous() else x.permute(_outermost_first(like))).reshape(-1)
 
 
 def shaped(numbers: Tensor, like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """A view of `flat` numbers in the order of `like`, with its shape or another one."""
+    if like.is_contiguous():
+        return numbers.view_as(like) if shape is None else numbers.view(shape)
     order, shape = _outermost_first(like), like.shape if shape is None else shape
     return numbers.view([shape[d] for d in order]).permute([order.index(d) for d in range(like.dim())])
 
