@@ -19,6 +19,7 @@ from splitc.ir.program import LoweredProgram, Stage
 from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.ir.schedule.loop_nest import loop_nest
 from splitc.ir.stage_parts import Part, arriving, is_idle, parts_of, returned_cuts, values_sent, weighed
+from splitc.ir.wire import of_action
 from splitc.runtime.collectives.layouts import State
 
 
@@ -211,7 +212,8 @@ class StepWriter:
             once = stage.role in self._microbatched and self._plan.grouping(stage.role).updates == "once"
             when = "in the last microbatch" if once else "during backward"
             note = f"{buckets_text(self.program, stage, stage.buckets)}, {when}"
-            flags = ", flags=True" + ", early=False" * multiplies if has_own_code(stage.graph) else ""
+            meets = multiplies or any(any(of_action(self.program, r, action)) for r in self._plan.roles[stage.role])
+            flags = ", flags=True" + ", early=False" * meets if has_own_code(stage.graph) else ""
             around.append((f"{comm}.all_reduce(stage, {constant('BUCKETS', self.rank_program, stage)}{flags})", note))
         for feature in features():
             own, behind = feature.around_backward(self.program, stage, str(comm))

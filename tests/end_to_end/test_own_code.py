@@ -278,3 +278,28 @@ def test_a_layer_that_examples_of_some_ranks_or_of_none_reach_trains_as_in_one_p
     for own, _ in ranks:
         assert own == pytest.approx(losses, rel=1e-12)
     torch.testing.assert_close(ranks[0][1], dict(model.state_dict()), rtol=1e-12, atol=1e-12)
+
+
+class Either(nn.Module):
+    """One of two layers for each example, by its first number."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.a(row) if float(row.detach()[0]) > 0 else self.b(row) for row in x])
+
+
+def test_gradients_that_some_ranks_do_not_reach_wait_for_the_collectives_of_backward() -> None:
+    """Their buckets, one for each layer, are full at other times on other ranks; the norm below is synchronised."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 120), nn.BatchNorm1d(120), Either(120), nn.Linear(120, CLASSES)).double()
+    batches = [(torch.randn(4, FEATURES, dtype=torch.float64), torch.arange(4) % CLASSES) for _ in range(4)]
+    x, y = (tensor[:2] for tensor in batches[0])
+    program = compiled(copy.deepcopy(model), x, y, F.cross_entropy, 2, "data_parallel(sync_batchnorm=True)")
+    assert len(program.program.stages[0].buckets) == 3
+    (found, state), _ = on_workers(program, lambda worker: train(worker, batches))
+    losses, expected = one_process(model, batches)
+    assert found == pytest.approx(losses, rel=1e-9)
+    assert_same(state, expected, 1e-9)
