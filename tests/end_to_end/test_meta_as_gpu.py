@@ -35,6 +35,7 @@ from tests.support.compiled import compiled
 from tests.support.every_strategy import Small, images
 from tests.support.ranks import adam
 from tests.support.sampling import sampled
+from tests.support.subnet_networks import CLASSES, INPUTS, chain
 
 META = torch.device("meta")
 
@@ -90,6 +91,7 @@ def models() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
         "conv": (Small(norm=True, drop=0.5), *images(4)),
         "transformer": (Encoder(), torch.randn(4, 6, 8), torch.randint(5, (4,))),
         "mlp": (mlp, torch.randn(4, 6), torch.randint(5, (4,))),
+        "neurons": (chain(3, 4).model, torch.randn(4, INPUTS), torch.randint(CLASSES, (4,))),
     }
 
 
@@ -111,7 +113,7 @@ PLANS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("conv", "parameter_server", 3, {}),
     ("conv", "parameter_server(servers=2, beside=True)", 3, {"clip_norm": 0.5}),
     ("conv", "local_sgd(period=2, fragments=2, delay=1, outer_lr=0.7)", 3, {"clip_norm": 0.5}),
-    ("mlp", "independent_subnets(local_steps=1, insert_norm=True)", 2, {}),
+    ("neurons", "independent_subnets(local_steps=1)", 2, {}),
     ("transformer", "data_parallel", 2, USUAL),
     ("transformer", "late_multiply", 2, USUAL | {"accumulate": 2}),
     ("transformer", "modulo_shard(mp=2, scheme=BK)", 2, USUAL),
