@@ -7,10 +7,13 @@ again, for every rank and for what any two ranks have in common: `positions` of 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
 
 Interval = tuple[int, int]
 """First, and one past the last."""
@@ -79,3 +82,9 @@ def pieces_of(scheme: str, number: int, readers: Sequence[int], group: Sequence[
     if scheme == "BK":
         return Pieces(number, tuple(readers))
     return Pieces(len(group) - 1, tuple(group), whole_shares=scheme == "B", fewer=False)
+
+
+def indices(intervals: Iterable[Interval], device: torch.device) -> Tensor:
+    """All numbers in intervals, in their order, int32."""
+    parts = [torch.arange(a, b, dtype=torch.int32, device=device) for a, b in intervals]
+    return torch.cat([torch.empty(0, dtype=torch.int32, device=device), *parts])

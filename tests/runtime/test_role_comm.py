@@ -254,7 +254,7 @@ def test_every_rank_draws_its_rows_and_columns_of_the_masks_of_one_process(
         return drawn
 
     total = sum(sizes or plan.local_batches)
-    whole = Draws(0, 0, [(0, total)]).mask(torch.ones(total, 501), 0.5, (3,), Layout())
+    whole = Draws(0, 0, [(0, total)]).dropout(torch.ones(total, 501), 0.5, (3,), Layout())
     for drawn in on_comms(plan, run, sizes):
         assert drawn and all(torch.equal(got, expected) for got, expected in drawn)
 

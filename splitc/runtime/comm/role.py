@@ -11,12 +11,13 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 
 from ..collectives.deferred_gradients import DeferredGradients
 from ..collectives.layouts import State
 from ..collectives.model_parallel import Group
-from ..pieces import Interval, pieces_of
+from ..pieces import Interval, indices, pieces_of
 from ..spec import RankSpec, RoleSpec, Shard, StepContext
 from ..transport.messages import Messages
 
@@ -41,7 +42,9 @@ class Role:
     group, replicas, everyone: among the members, the ranks that hold the same parameters, and all ranks of the role.
     optimizer_state: gives the state of a parameter; a worker with an optimizer puts its own in place.
     synchronised: normalisations whose statistics are of all replicas' examples.
-    context: the step.  busy: its microbatches in which the group has examples; the first one where it has none in any.
+    context: the step.  numbers: its seed, its number and its first example as a tensor (`seeded.kernels`).
+    drawn: (microbatch, own) -> the indices of the examples of the group, or of this rank's own.
+    busy: its microbatches in which the group has examples; the first one where it has none in any.
     """
 
     def __init__(
@@ -66,17 +69,24 @@ class Role:
         members = [examples_of[member] for member in spec.group] or [spec.examples]
         bounds = [first for first, _ in members] + [members[-1][1]]
         self._compiled = self.pieces = pieces_of(spec.scheme, spec.microbatches, rank.batch_offsets, bounds)
-        self.busy = self._found_busy()
+        self.numbers, self.drawn = _numbers(self.context), dict[tuple[int | None, bool], Tensor]()
+        self._moved()
 
     def begin(self, context: StepContext) -> None:
         """Begin a step: what is issued from now on belongs to it."""
         before, self.context = self.context, context
+        self.numbers = _numbers(context)
         if context.offsets != before.offsets:
             self.pieces = replace(self._compiled, bounds=tuple(map(context.moved, self._compiled.bounds)))
-            self.busy = self._found_busy()
+            self._moved()
 
-    def _found_busy(self) -> list[int]:
-        return [k for k in range(self.pieces.number) if any(Examples(self, k).group_rows())] or [0]
+    def _moved(self) -> None:
+        """Find the examples of the microbatches of a batch of this size."""
+        self.busy = [k for k in range(self.pieces.number) if any(Examples(self, k).group_rows())] or [0]
+        for k in (None, *self.busy):
+            for own, ranks in ((False, self.members), (True, (self.transport.rank,))):
+                found = (part for rank in ranks for part in Examples(self, k).intervals(rank))
+                self.drawn[k, own] = indices(found, self.transport.device)
 
     @property
     def unit_examples(self) -> int:
@@ -89,6 +99,10 @@ class Role:
     def among(self, own: bool) -> Group:
         """The ranks that sum over examples; own: that have their own, not those of their group."""
         return self.everyone if own else self.replicas
+
+
+def _numbers(context: StepContext) -> Tensor:
+    return torch.tensor((context.seed, context.number, context.first_example), device="cpu")
 
 
 class Examples:

@@ -13,6 +13,7 @@ from ..comm.role import Part
 from ..generators import seeded_generators
 from ..nested import unpacked
 from ..own_code import of_no_examples, with_copies
+from . import kernels
 from .draws import Draws, Label, Layout
 from .mode import SeededRandom
 
@@ -34,7 +35,7 @@ class SeededComm(Part):
         evaluating: bool = False,
         own: bool = False,
     ) -> Tensor:
-        """Dropout whose mask one process draws too (see `Draws.mask`); outside of training only if `evaluating`.
+        """Dropout whose mask one process draws too (see `kernels.dropout`); outside of training only if `evaluating`.
 
         draw: the ordinal of the random call.  dim, rows, outer: see `Layout`.
         features: size of the last dim, of which `value` has a shard.  own: `value` has this rank's own examples, not
@@ -43,9 +44,10 @@ class SeededComm(Part):
         if not (self.role.context.training or evaluating):
             return value
         columns = None
-        if features is not None and not 0 < feature_dims < value.dim():
+        if features is not None:
             columns = sum(feature_widths(features, self.role.group.size)[: self.role.group.index]), features
-        return value * self._draws(own).mask(value, p, (draw,), Layout(dim, rows, outer, columns), feature_dims)
+        examples = self.role.drawn[self.examples.microbatch, own]
+        return kernels.dropout(value, p, self.role.numbers, examples, (draw,), feature_dims, dim, rows, outer, columns)
 
     def uniform(
         self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1, own: bool = False

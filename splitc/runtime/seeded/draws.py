@@ -1,13 +1,10 @@
-"""Random numbers as a function of seed, step, call, example and position inside the example: a counter-based generator.
+"""Random numbers as a function of seed, step, call, example and position inside the example.
 
-Every rank draws the numbers of its own examples and features, and they are those that one process draws for them.  A
-number is a hash of 32 bits: a few rounds of multiply and xorshift in int32, which wraps on CPU and GPU alike, over the
-position and 64 bits of key for each example.
+Every rank draws the numbers of its own examples and features, and they are those that one process draws for them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..pieces import indices
+from .kernels import dropout
+from .words import Grid, logical_shift, words_of
+
 Label = tuple[int, ...]
 """Which draw of the step: the ordinal of the call in forward and loss; inside a region, the region's and its own."""
-
-_GOLDEN = 0x9E3779B1 - (1 << 32)  # odd, so that neighbours differ in all bits after a multiplication
 
 
 class Layout(NamedTuple):
@@ -56,25 +55,18 @@ class Draws:
     step: int
     examples: Sequence[tuple[int, int]] | None
 
-    def mask(self, value: Tensor, p: float, label: Label, layout: Layout, feature_dims: int = 0) -> Tensor:
-        """A dropout mask for `value`: 0 with probability `p` (exact to 2^-32), else 1 / (1 - p).
-
-        feature_dims: 0 for one draw for each element; n for one draw for each index of the first n dims (dropout2d: 2).
-        """
-        shape = value.shape
-        if 0 < feature_dims < value.dim():
-            shape = torch.Size((*shape[:feature_dims], *[1] * (value.dim() - feature_dims)))
-            layout = Layout(None) if layout.dim is None or layout.dim >= feature_dims else layout._replace(columns=None)
-        if p >= 1:
-            return value.new_zeros(shape)
-        threshold = min(round((1 - p) * 2**32), 2**32 - 1) - 2**31
-        return (self.words(shape, value.device, label, layout) < threshold).to(value.dtype).div_(1 - p)
+    def dropout(self, value: Tensor, p: float, label: Label, layout: Layout, feature_dims: int = 0) -> Tensor:
+        """`value` after dropout with probability `p`; feature_dims: see `kernels.dropout`."""
+        numbers = torch.tensor((self.seed, self.step, 0), device="cpu")
+        found = None if self.examples is None else indices(self.examples, value.device)
+        where = layout.dim, layout.rows, layout.outer, layout.columns
+        return dropout(value, p, numbers, found, label, feature_dims, *where)
 
     def uniform(self, like: Tensor, label: Label, layout: Layout) -> Tensor:
         """Numbers in [0, 1) with the shape and dtype of `like`: multiples of 2^-24 in float32, of 2^-32 in float64."""
         digits = min(1 - round(math.log2(torch.finfo(like.dtype).eps)), 32)
         words = self.words(like.shape, like.device, label, layout)
-        leading = words.long().bitwise_and_(2**32 - 1) if digits == 32 else _logical_shift(words, 32 - digits)
+        leading = words.long().bitwise_and_(2**32 - 1) if digits == 32 else logical_shift(words, 32 - digits)
         return leading.to(like.dtype).mul_(2.0**-digits)
 
     def normal(self, like: Tensor, label: Label, layout: Layout) -> Tensor:
@@ -87,45 +79,10 @@ class Draws:
 
     def words(self, shape: torch.Size, device: torch.device, label: Label, layout: Layout, stream: int = 0) -> Tensor:
         """Uniform int32 numbers; another `stream` gives numbers that are independent."""
-        dim, rows, apart, columns, _ = layout
-        outer, count, inner = 1, 1, shape.numel()
-        if dim is not None:
-            outer, count = shape[:dim].numel() * apart, shape[dim] // rows
-            inner = rows // apart * shape[dim + 1 :].numel()
+        grid = Grid.of(shape, layout.dim, layout.rows, layout.outer, layout.columns)
         with torch.no_grad():
-            first, second = self._keys(count, dim is not None, device, (label, stream))
-            inside = torch.arange(outer * inner, dtype=torch.int32, device=device)
-            if columns is not None:
-                start, width = columns
-                inside = inside // shape[-1] * width + inside % shape[-1] + start
-            found = inside.mul_(_GOLDEN).view(outer, 1, inner) + first.view(1, count, 1)
-            _mix(found, 15, 0x2C1B3C6D).bitwise_xor_(second.view(1, count, 1))
-            _mix(_mix(found, 16, 0x297A2D39), 15, 0x7FEB352D)
-            return found.bitwise_xor_(_logical_shift(found, 16)).view(shape)
-
-    def _keys(self, count: int, by_example: bool, device: torch.device, what: object) -> list[Tensor]:
-        """Two numbers for each example; one pair where there are no examples."""
-        text = repr((self.seed, self.step, what)).encode()
-        digest = hashlib.blake2b(text, digest_size=8).digest()
-        index = torch.zeros(count, dtype=torch.int32, device=device)
-        if by_example and self.examples is not None:
-            parts = [torch.arange(a, b, dtype=torch.int32, device=device) for a, b in self.examples]
-            index = torch.cat([index[:0], *parts])
-            if len(index) != count:
-                raise ValueError(f"random numbers for {count} examples, where the step has {len(index)} here")
-        keys = []
-        for half in (digest[:4], digest[4:]):
-            key = index * _GOLDEN + int.from_bytes(half, "big", signed=True)
-            _mix(_mix(key, 16, 0x7FEB352D), 15, 0x846CA68B - (1 << 32))
-            keys.append(key.bitwise_xor_(_logical_shift(key, 16)))
-        return keys
-
-
-def _mix(words: Tensor, shift: int, factor: int) -> Tensor:
-    """One round, in place."""
-    return words.bitwise_xor_(_logical_shift(words, shift)).mul_(factor)
-
-
-def _logical_shift(words: Tensor, shift: int) -> Tensor:
-    """`words` shifted to the right, with zeros from the left."""
-    return words.bitwise_right_shift(shift).bitwise_and_((1 << (32 - shift)) - 1)
+            examples = torch.zeros(grid.count, dtype=torch.int32, device=device)
+            if layout.dim is not None and self.examples is not None:
+                examples = indices(self.examples, device)
+            words = words_of(self.seed, self.step, label, stream)
+            return grid.words(grid.keys(examples, words)).view(shape)

@@ -91,7 +91,7 @@ class SeededRandom(TorchFunctionMode):
         if not self._dropout:
             return value
         layout = layout or self._layout(value, label, merged=True)
-        return value * self.draws.mask(value, p, label, layout, feature_dims)
+        return self.draws.dropout(value, p, label, layout, feature_dims)
 
     def numbers(self, kind: str, like: Tensor, label: Label, layout: Layout | None = None) -> Tensor:
         """Uniform or normal numbers, after `kind`."""

@@ -131,7 +131,7 @@ def test_bytes_are_equally_frequent_and_so_are_pairs_of_neighbours(shift: int) -
 @in_one
 @along(p=[0.001, 0.1, 0.5, 0.9], dtype=[torch.float32, torch.float64, torch.bfloat16])
 def test_a_mask_has_the_rate_and_keeps_the_mean(p: float, dtype: torch.dtype) -> None:
-    made = DRAWS.mask(torch.ones(400, 500, dtype=dtype), p, (0,), ROWS)
+    made = DRAWS.dropout(torch.ones(400, 500, dtype=dtype), p, (0,), ROWS)
     assert made.dtype == dtype
     deviation = 5 * math.sqrt(p * (1 - p) / made.numel())
     assert abs(float((made == 0).double().mean()) - p) < deviation
@@ -141,11 +141,11 @@ def test_a_mask_has_the_rate_and_keeps_the_mean(p: float, dtype: torch.dtype) ->
 
 
 def test_whole_channels_are_dropped_whatever_part_of_them_a_rank_has() -> None:
-    made = DRAWS.mask(torch.ones(400, 50, 3, 3), 0.5, (0,), ROWS, feature_dims=2)
-    assert made.shape == (400, 50, 1, 1)
+    made = DRAWS.dropout(torch.ones(400, 50, 3, 3), 0.5, (0,), ROWS, feature_dims=2)
+    assert torch.equal(made, made[:, :, :1, :1].expand_as(made))
     assert len({tuple(row.tolist()) for row in made[:, :, 0, 0]}) == 400  # every example has its own
-    half = DRAWS.mask(torch.ones(400, 50, 2), 0.5, (0,), Layout(columns=(2, 4)), feature_dims=2)
-    assert torch.equal(half, made[..., 0])
+    half = DRAWS.dropout(torch.ones(400, 50, 2), 0.5, (0,), Layout(columns=(2, 4)), feature_dims=2)
+    assert torch.equal(half, made[..., 0, :2])
 
 
 @in_one
