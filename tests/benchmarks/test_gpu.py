@@ -102,6 +102,13 @@ def test_steps_are_compared_with_the_plain_model(part: str) -> None:
     assert {(row.part, row.ok) for row in rows} == {(part, None)}
 
 
+def test_the_page_names_every_gpu_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda k: "V100" if k else "T4")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+    machine = Machine(torch.device("cuda", 0), 3, TINY)
+    assert str(machine) == f"1 x T4, 2 x V100, CUDA {torch.version.cuda}, NCCL 2.28.3"
+
+
 def test_only_a_gpu_has_to_be_as_fast_as_the_plain_model() -> None:
     usual, ours = Cost(1e-3, 10), Cost(1.03e-3, 12)
     assert gpu_steps.compared("steps", "a", usual, ours, CPU).ok is None
