@@ -139,7 +139,7 @@ DAMAGED = {
     "a barrier that a rank leaves out": Damage(
         "replicas", (), r"rank 0: barrier .*\n.*rank 1: all_reduce", use=without_barrier),
     "evaluation on one rank": Damage(
-        "replicas", (), r"rank 0: broadcast \(3,\) float32.*\n.*rank 1: all_reduce \(\)",
+        "replicas", (), r"rank 0: broadcast \(6,\) float32.*\n.*rank 1: all_reduce \(\)",
         use=only_rank_0("evaluate", True)),
     "the state on one rank": Damage(
         "groups", (), r"rank 0 waits: gather_objects to rank 0.*not joined by rank 1, 2, 3",
