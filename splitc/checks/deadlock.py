@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 import networkx as nx
@@ -50,25 +51,39 @@ def _match(left: str, right: str, a: list[WireOp], b: list[WireOp], verbs: tuple
 
 
 def no_deadlock(program: LoweredProgram) -> list[str]:
-    """The ranks' orders, matching operations merged, form no cycle (docs/design/runtime.md, "Order on the wire")."""
-    graph: nx.DiGraph[Any] = nx.DiGraph()
-    counts: dict[Any, int] = defaultdict(int)
+    """The ranks' orders, matching operations merged, form no cycle (docs/design/runtime.md, "Order on the wire").
+
+    A bucket begins within a backward, at a place that the wire does not say but that is the same on all ranks of the
+    role, which run one graph.  So what a backward exchanges is in one order there; if, as a whole, it is in no cycle
+    with the rest either, then no such place makes one.
+    """
+    events: dict[Any, list[tuple[int, WireOp]]] = defaultdict(list)
+    orders: list[list[Any]] = []
+    kinds: dict[Any, set[bool]] = defaultdict(set)  # whether a backward has buckets, and others
     for rank in range(program.plan.world):
-        before = None
+        counts: dict[_Channel, int] = defaultdict(int)
+        orders.append([])
         for op in wire(program, rank):
             channel = _channel(rank, op)
-            event = channel, counts[channel, rank]
-            counts[channel, rank] += 1
-            graph.add_node(event)
-            graph.nodes[event].setdefault("ops", []).append((rank, op))
-            if before is not None:
-                graph.add_edge(before, event)
-            before = event
-    try:
-        cycle = nx.find_cycle(graph)
-    except nx.NetworkXNoCycle:
+            orders[-1].append((channel, counts[channel]))
+            counts[channel] += 1
+            events[orders[-1][-1]].append((rank, op))
+            kinds[op.within].add(op.payload.bucket is None)
+    wholes = {e: op.within for e, ops in events.items() for _, op in ops if op.within and len(kinds[op.within]) == 2}
+    cycle = _cycle(orders) or (wholes and _cycle([[wholes.get(e, e) for e in order] for order in orders]))
+    if not cycle:
         return []
     chain = "; then ".join(
-        " with ".join(f"rank {rank}: {op}" for rank, op in graph.nodes[event]["ops"]) for event, _ in cycle
+        " with ".join(f"rank {rank}: {op}" for rank, op in events[event]) or "the backward of {}[{}]".format(*event)
+        for event in cycle
     )
     return [f"the ranks deadlock in a cycle: {chain}; then the first again"]
+
+
+def _cycle(orders: list[list[Any]]) -> list[Any]:
+    """Events that follow each other in a circle, if any do."""
+    try:
+        found = nx.find_cycle(nx.DiGraph((a, b) for order in orders for a, b in pairwise(order) if a != b))
+    except nx.NetworkXNoCycle:
+        return []
+    return [event for event, _ in found]

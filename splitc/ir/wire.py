@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from splitc.ir.comm_ops import Call, CommOp, op_of
+from splitc.ir.comm_ops import Call, CommOp, batch_norm, op_of
 from splitc.ir.features import features
 from splitc.ir.graph import has_own_code, info, is_entry, starts_at_once, tensor_spec
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.schedule.actions import Action
-from splitc.ir.schedule.verb import Among, Often, When
+from splitc.ir.schedule.verb import Among, Often, Waits, When
 from splitc.ir.shares import share_out
 from splitc.ir.transitions import Collective, nbytes_sent, transition_of
 from splitc.ir.wire_op import Payload, What, WireOp
@@ -49,9 +49,11 @@ def of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wi
         times = 1 / plan.accumulate
     if row.in_round:
         times /= plan.period
+    begins = row.what is What.NODE_GRADIENT or row.waits is Waits.AFTER_BACKWARD
+    within = (action.role, action.microbatch) if begins else None
     for op in _AMONG[row.among](program, rank, action):
         if op.kind != "collective" or len(op.ranks) > 1:
-            yield op if times == 1 else replace(op, times=times)
+            yield op if times == 1 and not within else replace(op, times=times, within=within)
 
 
 def _of_feature(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
@@ -191,6 +193,9 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
             if node is late[0] and action.microbatch == plan.microbatches - 1:
                 yield from ((node, pack) for pack in _packs(program, role, rank, late, payload))
             continue
+        if node.target is batch_norm and info(node).state is State.FEATURES:
+            share, index = share_out(spec.shape[-1], len(sizes)), plan.group(role, rank).index(rank)
+            spec = replace(spec, shape=(*spec.shape[:-1], share[index + 1] - share[index]))
         given = tuple(info(each).spec if isinstance(each, fx.Node) else None for each in node.args)
         for shape, dtype in op.tensors(Call(spec, given, node.kwargs, mine if own else examples, backward)):
             yield node, WireOp("collective", payload, ranks, shape, dtype, 0, layer, collective).of_all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -96,6 +96,7 @@ class WireOp:
     layer: the layer that computed the value, or whose computation the communication is part of; None for inputs,
     buckets and the loss.  packed: of several layers, each one's share of `sent`.
     times: how often in a step, as the mean over a round: 1 / updates for what happens once a round.
+    within: role and microbatch of the backward in which it begins: a bucket at any place, once it is full.
     """
 
     kind: str
@@ -108,6 +109,7 @@ class WireOp:
     algorithm: str = ""
     times: float = 1.0
     packed: tuple[tuple[str, float], ...] = ()
+    within: tuple[str, int] | None = field(default=None, compare=False)
 
     @property
     def per_step(self) -> float:

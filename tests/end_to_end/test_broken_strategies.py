@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from splitc.checks import deadlock
 from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.compiled import CompiledProgram
 from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram
 from splitc.ir.schedule.actions import Action
+from splitc.ir.wire_op import Payload, What, WireOp
 from splitc.passes.schedule import Schedule
 from splitc.runtime.transport.base import Mismatch
 from tests.support.compiled import compiled
@@ -229,6 +233,29 @@ def test_swapped_actions_make_a_circle_or_meet_something_else() -> None:
     one_part = replace(crossed, rank_programs=(crossed.rank_programs[0], *mixed().program.rank_programs[1:]))
     (problem,) = (p for p in sends_meet_receives(one_part) if "entry" in p)
     assert "entry cut0[0]" in problem and "stage1.relu_1_own[0]" in problem
+
+
+def test_a_bucket_that_may_begin_before_what_its_sum_waits_for_is_a_deadlock() -> None:
+    """Rank 1 sums a bucket with rank 0 and a norm with rank 2, which rank 0 waits for: the norm must come first."""
+
+    def op(kind: str, what: What, ranks: tuple[int, ...], inside: bool) -> WireOp:
+        bucket = 0 if what is What.BUCKET else None
+        within = ("conv", 0) if inside else None
+        return WireOp(kind, Payload(what, "value", "conv", bucket=bucket), ranks, (2,), torch.float32, within=within)
+
+    bucket, norm = (
+        op("collective", what, ranks, True) for what, ranks in ((What.BUCKET, (0, 1)), (What.NODE_GRADIENT, (1, 2)))
+    )
+    wires = [[op("recv", What.CUT, (2,), False), bucket], [norm, bucket], [norm, op("send", What.CUT, (0,), False)]]
+    program = planned(3, "data_parallel").program
+    with patch.object(deadlock, "wire", lambda _, rank: wires[rank]):
+        (problem,) = no_deadlock(program)
+        assert "the backward of conv[0]" in problem and "rank 2: send value.conv" in problem
+        wires[0].reverse()  # it sums before it waits
+        assert not no_deadlock(program)
+    with patch.object(deadlock, "wire", lambda _, rank: [replace(op, within=None) for op in wires[rank]]):
+        wires[0].reverse()
+        assert not no_deadlock(program), "in the order of the wire it ends"
 
 
 def test_a_layer_that_is_multiplied_after_the_gradients_have_travelled_is_named() -> None:

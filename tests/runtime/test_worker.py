@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from itertools import product
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import groupby, product
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 
 from splitc.errors import LaunchError
 from splitc.ir.wire import wire
+from splitc.ir.wire_op import WireOp
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
@@ -33,6 +37,7 @@ from tests.support.ranks import (
     train,
     worker_of,
 )
+from tests.support.sampling import sampled
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
@@ -77,28 +82,114 @@ def test_dropout_is_repeated_with_its_seed_and_differs_between_steps_and_seeds()
 
 
 def on_the_wire(transport: Transport) -> list[Any]:
-    """What `transport` starts from now on: kind, the other ranks, and the shape, of gathers that of the whole."""
+    """What `transport` starts from now on: kind, the other ranks, and the bytes, of all members where they differ."""
     log: list[Any] = []
 
-    def watched(name: str, kind: str, shape: Any) -> None:
+    def watched(name: str, kind: str, given: Callable[..., tuple[Any, int]]) -> None:
         start = getattr(transport, name)
 
         def issue(*arguments: Any) -> Any:
-            tensor, others, *_ = shape(*arguments)
-            log.append((kind, others if isinstance(others, tuple) else (others,), tuple(tensor.shape)))
+            others, nbytes = given(*arguments)
+            log.append((kind, others if isinstance(others, tuple) else (others,), nbytes))
             return start(*arguments)
 
         setattr(transport, name, issue)
 
-    watched("_isend", "send", lambda tensor, dst, tag: (tensor, dst))
-    watched("_irecv", "recv", lambda tensor, src, tag: (tensor, src))
-    watched("_all_reduce", "collective", lambda tensor, ranks, maximum: (tensor, ranks))
+    watched("_isend", "send", lambda tensor, dst, tag: (dst, tensor.nbytes))
+    watched("_irecv", "recv", lambda tensor, src, tag: (src, tensor.nbytes))
+    watched("_all_reduce", "all_reduce", lambda tensor, ranks, *_: (ranks, tensor.nbytes))
+    watched("_broadcast", "broadcast", lambda tensor, src, ranks: (ranks, tensor.nbytes))
+    watched("_all_gather", "all_gather", lambda outputs, tensor, ranks: (ranks, _nbytes(outputs)))
+    watched("_reduce_scatter", "reduce_scatter", lambda output, pieces, ranks: (ranks, _nbytes(pieces)))
+    transport._exchange = _exchanged(transport, log)  # type: ignore[method-assign]
     return log
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def _exchanged(transport: Transport, log: list[Any]) -> Any:
+    """Messages of an exchange are parts of it, and not logged themselves."""
+    start = transport._exchange
+
+    def issue(sends: Any, receives: Any, ranks: Any, tag: int) -> Any:
+        place = len(log)
+        work = start(sends, receives, ranks, tag)
+        log[place:] = [("all_to_all", ranks, _nbytes(tensor for tensor, _ in sends))]
+        return work
+
+    return issue
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def said(op: WireOp) -> tuple[str, tuple[int, ...], int]:
+    """What the wire says of an operation, as `on_the_wire` notes it."""
+    if op.kind != "collective":
+        return op.kind, op.ranks, op.nbytes
+    return str(op.algorithm), op.ranks, int(op.sent) if op.algorithm == "all_to_all" else op.nbytes
+
+
+def order_of(issued: list[Any], proved: Sequence[WireOp]) -> list[WireOp]:
+    """The wire in the order in which it was issued: its own, but for buckets within a backward.
+
+    These keep their order, and so do the others.
+    """
+    left, order = list(proved), []
+    for each in issued:
+        assert left, f"{each} was issued, and nothing is left"
+        own = list(next(groupby(left, lambda op: op.within or op))[1])
+        firsts = [own[0], *[op for op in own if op.payload.bucket is not None][:1]]
+        found = next((op for op in firsts if said(op) == each), None)
+        assert found is not None, f"{each} was issued where the wire has {' or '.join(map(str, firsts))}"
+        left.remove(found)
+        order.append(found)
+    assert not left, f"never issued: {' '.join(map(str, left))}"
+    return order
+
+
+class Deep(nn.Module):
+    """Two layers with a BatchNorm each, whose gradients fill a bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(64, 180), nn.Linear(180, 180), nn.Linear(180, 10)
+        self.norm_a, self.norm_b = nn.BatchNorm1d(180), nn.BatchNorm1d(180)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm_a(self.a(x.flatten(1))))
+        scores: Tensor = self.c(F.relu(self.norm_b(self.b(x))))
+        return scores
+
+
+DEEP = {
+    "data_parallel(sync_batchnorm=True)": 3,
+    "layer_separation(n_c=2, n_f=1, sync_batchnorm=True)": 3,
+    "modulo_shard(mp=2,scheme=BK,sync_batchnorm=True)": 4,
+    "late_multiply(sync_batchnorm=True)": 3,
+    "modulo_shard(mp=2,scheme=BK)": 4,
+    "parameter_server(sync_batchnorm=True)": 3,
+}
+"""Strategy -> ranks, for `Deep`."""
+
+EARLY = list(DEEP)[:2]
+"""Those in which a bucket begins before the last of what its backward communicates."""
+
+
+@cache
+def deep() -> nn.Module:
+    torch.manual_seed(1)
+    return Deep()
+
+
+@sampled("strategy", [*STRATEGIES, *DEEP], [*STRATEGIES, *list(DEEP)[:2]])
 def test_what_a_step_puts_on_the_wire_is_what_the_checker_has_proved_in_that_order(strategy: str) -> None:
-    _, program = plain(strategy)
+    """Where buckets begin within a backward they do so at the same place on all ranks of a role."""
+    if strategy in DEEP:
+        pins = {"a": "conv", "norm_a": "conv", "b": "conv", "norm_b": "conv", "c": "fc"}
+        options: dict[str, Any] = {"pins": pins} if "separation" in strategy else {}
+        program = compiled(deep(), *batch_of(4), F.cross_entropy, DEEP[strategy], strategy, **options)
+    else:
+        _, program = plain(strategy)
     batch = batch_of(program.plan.global_batch)
 
     def run(worker: Worker) -> tuple[list[Any], int]:
@@ -106,10 +197,17 @@ def test_what_a_step_puts_on_the_wire_is_what_the_checker_has_proved_in_that_ord
         worker.step(*part_of(worker, batch, program.plan.local_batches))
         return log, worker.rank.sent_bytes
 
+    orders: dict[Any, set[tuple[str, ...]]] = defaultdict(set)
+    early = False  # whether a bucket began before another operation of its backward
     for rank, (issued, sent) in enumerate(on_workers(program, run)):
         proved = wire(program.program, rank)
-        assert issued == [(op.kind, op.ranks, op.shape) for op in proved], f"rank {rank}"
+        order = order_of(issued, proved)
         assert sent == sum(int(op.sent) for op in proved), f"rank {rank}"
+        early = early or order != list(proved)
+        for within in {op.within for op in proved if op.within}:
+            orders[within].add(tuple(str(op.payload) for op in order if op.within == within))
+    assert all(len(own) == 1 for own in orders.values()), orders
+    assert early == (strategy in EARLY)
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------
