@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ class Life:
     """What rank 0 saw: losses of its steps, the loss of an epoch in evaluation, and of a plain model with its export.
 
     device: where the ranks computed.  nccl: whether tensors went from GPU to GPU.
-    saving: seconds that the asynchronous save held the training up.
     """
 
     losses: list[float]
@@ -39,7 +37,6 @@ class Life:
     plain: float
     device: str
     nccl: bool
-    saving: float = 0.0
 
 
 def lives(strategy: str, world: int, folder: Path) -> tuple[Life, Life]:
@@ -67,13 +64,10 @@ def live(folder: Path, strategy: str, resume: bool) -> Life:
     if resume:
         worker.resume(folder / "run")
     losses: list[float] = []
-    saving = 0.0
     for batch in loader:
         losses.append(worker.step(*batch).item())
         if worker.steps == SAVED:
-            begin = time.perf_counter()
             worker.save(folder / "run", asynchronous=True)
-            saving = time.perf_counter() - begin
         if worker.steps == STEPS:
             break
     worker.close()
@@ -82,7 +76,7 @@ def live(folder: Path, strategy: str, resume: bool) -> Life:
     worker.export(file)
     plain = check_export(model, file, worker, dataset)
     transport = worker.rank.transport
-    return Life(losses, evaluated, plain, str(transport.device), transport.waits_hold_the_stream, saving)
+    return Life(losses, evaluated, plain, str(transport.device), transport.waits_hold_the_stream)
 
 
 def check_export(model: Small, file: Path, worker: Worker, dataset: TensorDataset) -> float:
