@@ -150,7 +150,7 @@ def test_the_worker_of_another_rank_takes_files_and_weights_from_rank_0(
     program = compiled(Net())
     waiting = CompiledProgram(lambda: pytest.fail("analysed"), program._model, program._example, program._settings)
     transports = threading.local()
-    monkeypatch.setattr("splitc.compiled.join", lambda world, backend, call: transports.own)
+    monkeypatch.setattr("splitc.compiled.join", lambda *_: transports.own)
 
     def run(transport: Transport) -> float:
         transports.own = transport
