@@ -110,17 +110,18 @@ def train(args):
         board = launch.board(worker, args)                          # rank 0's, with --tensorboard
         if args.resume:
             launch.resume(worker, args)
-        begin = time.perf_counter()
+        losses, begin = launch.losses(worker), time.perf_counter()
         for step, batch in enumerate(batches, start=worker.steps + 1):
             is_last = step == len(batches)
+            evaluates = evaluation is not None and (is_last or step % (args.eval_every or len(batches)) == 0)
             loss = worker.step(*batch)
             {update}
-            if is_first:
-                print(f"step {{step}}  loss {{loss.item():.6f}}  {{time.perf_counter() - begin:.3f}} s", flush=True)
+            for made, value in losses(step, loss, now=is_last or evaluates):  # of a GPU one step late, without a wait
+                print(f"step {{made}}  loss {{value:.6f}}  {{time.perf_counter() - begin:.3f}} s", flush=True)
                 begin = time.perf_counter()
-            if board is not None:
-                board.add_scalar("loss", loss.item(), step)
-            if evaluation is not None and (is_last or step % (args.eval_every or len(batches)) == 0):
+                if board is not None:
+                    board.add_scalar("loss", value, made)
+            if evaluates:
                 mean = worker.evaluate(evaluation).item()
                 if is_first:
                     print(f"step {{step}}  evaluation {{mean:.6f}}", flush=True)

@@ -25,10 +25,22 @@ from .failures import guarded
 from .feed import STEPS, evaluation
 from .feed import Batches as batches
 from .loader import load_rank, require_one_build
+from .losses import Losses as losses
 from .measured import MeasuredWorker
 from .options import add_options, check_options
 
-__all__ = ["batches", "board", "evaluation", "guarded", "load_weights", "load_worker", "main", "open_worker", "resume"]
+__all__ = [
+    "batches",
+    "board",
+    "evaluation",
+    "guarded",
+    "load_weights",
+    "load_worker",
+    "losses",
+    "main",
+    "open_worker",
+    "resume",
+]
 
 
 def main(train: Callable[[argparse.Namespace], None], world: int) -> None:
