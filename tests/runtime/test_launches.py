@@ -108,3 +108,10 @@ def test_an_op_of_ours_launches_what_it_declares(monkeypatch: pytest.MonkeyPatch
         assert (found.ops, found.nbytes) == ({"twice_of_test": 2}, 12)
         with Launches({}), pytest.raises(AssertionError, match="splitc::twice_of_test is not in KERNELS of"):
             torch.ops.splitc.twice_of_test(x, 5)
+
+
+def test_a_dropout_is_two_launches_in_each_microbatch() -> None:
+    model, x, y = alexnet(1 / 32, 10), torch.randn(4, 3, 63, 63), torch.randint(10, (4,))
+    program = compiled(model, (x,), y, F.cross_entropy, 2, "data_parallel(microbatches=2)")
+    found = of_step(program, optimizer=foreach).ops
+    assert found["dropout"] == found["dropout_backward"] == 2 * 2

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -74,7 +76,7 @@ def _dropout(
     place: Sequence[int],
     columns: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    _, mask = _empty(value, numbers, examples, p, label, place)
+    out, mask = _empty(value, numbers, examples, p, label, place)
     dims, dim, rows, apart = place
     by_example = 0 <= dim < dims
     shard = (columns[0], columns[1]) if columns and dims == value.dim() else None
@@ -82,8 +84,12 @@ def _dropout(
     seed, step, before = numbers.tolist()
     if examples is None or not by_example:
         examples, before = torch.zeros(grid.count, dtype=torch.int32, device=value.device), 0
-    keys = grid.keys(examples, words_of(seed, step, tuple(label), before=before))
+    words = words_of(seed, step, tuple(label), before=before)
     threshold = min(round((1 - p) * 2**32), 2**32 - 1) - 2**31
+    if value.numel() and (fused := _fused(value)) is not None:
+        fused.dropout(value, out, mask, examples, words, threshold, scale_of(p, value.dtype), grid)
+        return out, mask
+    keys = grid.keys(examples, words)
     drawn = mask if mask.is_contiguous() else torch.empty_like(mask, memory_format=torch.contiguous_format)
     lying = drawn.view(torch.uint8).view(grid.shape)  # torch converts uint8 much faster than bool
     size = _BLOCK * torch.get_num_threads() if value.device.type == "cpu" else value.numel()
@@ -92,6 +98,16 @@ def _dropout(
     if drawn is not mask:
         mask.copy_(drawn)
     return _times(value, mask, p), mask
+
+
+def _fused(value: Tensor) -> Any:
+    """The module whose kernel takes the value; None without one."""
+    return _of_triton() if value.is_cuda and value.is_floating_point() and value.numel() < 2**31 - 2**10 else None
+
+
+@cache
+def _of_triton() -> Any:
+    return resolve_name(f"{__package__}.fused") if find_spec("triton") else None
 
 
 @_dropout.register_fake
@@ -116,25 +132,19 @@ def _(grad: Tensor, mask: Tensor, p: float) -> Tensor:
     return torch.empty_like(grad)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1])
-    ctx.p = inputs[3]
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    mask, ctx.p = (output[1], inputs[3]) if isinstance(output, tuple) else inputs[1:]
+    ctx.save_for_backward(mask)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    return None if grad is None else _scaled(grad, *ctx.saved_tensors, ctx.p), *[None] * 6
-
-
-def _keep_again(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.p = inputs[2]
+def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    found = None if grad is None else _scaled(grad, *ctx.saved_tensors, ctx.p)
+    return found, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 _dropout.register_autograd(_backward, setup_context=_keep)
-_scaled.register_autograd(
-    lambda ctx, grad: (_scaled(grad, *ctx.saved_tensors, ctx.p), None, None), setup_context=_keep_again
-)
+_scaled.register_autograd(_backward, setup_context=_keep)
 
 
 def _times(value: Tensor, mask: Tensor, p: float) -> Tensor:
