@@ -116,7 +116,7 @@ def _program(tracer: Tracer, regions: Regions, name: str, training: Program | No
         layers=(),
         tensors=_state_tensors(model, root, graph, reached),
         autocast=regions.autocast,
-        notes=(*tracer.notes, *regions.notes),
+        notes=(*tracer.notes, *tracer.random.notes, *regions.notes),
         guards=tuple(tracer.guards.found),
         part=None if example.division is None else example.division.part,
         reads_mode=tracer.reads_mode or any(_has_mode(node, root) for node in graph.nodes),

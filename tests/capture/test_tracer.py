@@ -282,6 +282,16 @@ def test_dropout_inside_attention_becomes_a_dropout_of_its_own() -> None:
     assert sum(n.target is comm_ops.dropout for n in program.graph.nodes) == 2
 
 
+def test_attention_that_is_written_out_for_its_dropout_is_in_the_report() -> None:
+    for p, noted in ((0.1, 1), (0.0, 0)):
+
+        def forward(m: Any, x: Tensor, p: float = p) -> Tensor:
+            return m.fc(F.scaled_dot_product_attention(x, x, x, dropout_p=p).mean(1))
+
+        program = captured(made(forward), batch(6, 8), labels()(), F.cross_entropy)
+        assert len([note for note in program.notes if note.startswith("Attention with dropout (1 call)")]) == noted
+
+
 @pytest.mark.slow
 def test_torchs_own_transformer_is_captured_with_its_dropout_masks_and_looks_at_constant_masks() -> None:
     captured(Encoder(0.1), padded(), labels()(), F.cross_entropy)

@@ -27,10 +27,23 @@ Record = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class RandomCalls:
-    """The draws of one trace.  record: makes a node.  write: lets all readers of a tensor read another one."""
+    """The draws of one trace.  record: makes a node.  write: lets all readers of a tensor read another one.
+
+    attentions: calls of attention with dropout.
+    """
 
     def __init__(self, record: Record, write: Callable[[Any, Any], Any]) -> None:
-        self._record, self.write, self._draws = record, write, 0
+        self._record, self.write, self._draws, self.attentions = record, write, 0, 0
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for the report, where one is due."""
+        calls = f"{self.attentions} call{'s' if self.attentions > 1 else ''}"
+        text = (
+            f"Attention with dropout ({calls}) is written out, since torch's fused kernels draw masks that depend on "
+            f"the rank: its scores lie in memory, (length x length) for each head; dropout_p=0 keeps the fused kernel."
+        )
+        return [text] * bool(self.attentions)
 
     def form(self, call: Call) -> Form | None:
         """What computes the call from draws; None for a call that draws nothing."""
@@ -38,6 +51,7 @@ class RandomCalls:
 
     def run(self, form: Form, call: Call) -> Any:
         """Compute the call.  Raises Unsupported for one that cannot be seeded by example."""
+        self.attentions += call.name == "scaled_dot_product_attention"
         try:
             return form(self, *call.args, **call.kwargs)
         except Unseeded as error:
