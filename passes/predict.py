@@ -1,11 +1,12 @@
 """Fill `plan.prediction.phases`: how each rank spends the time of a step, by simulating the lowered program.
 
 The planner's closed forms add up computation and communication; the simulation knows which of them overlap.  The plan
-stays as it was chosen.
+stays as it was chosen.  The report gets a note on what unlike devices may compute unlike.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import digest
 from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.plan import Plan
 from splitc.ir.prediction import Prediction
 from splitc.ir.program import LoweredProgram
 
@@ -32,4 +34,21 @@ class Predict(Pass[LoweredProgram, LoweredProgram]):
         if prediction.cluster != self.cluster.name:  # a plan that nobody priced, or elsewhere
             prediction = Prediction(self.cluster.name, proof="heuristic")
         prediction = replace(prediction, phases=phases, priced_on=digest(self.cluster))
-        return replace(program, plan=replace(program.plan, prediction=prediction))
+        plan = replace(program.plan, prediction=prediction)
+        return replace(program, plan=plan, notes=(*program.notes, *_may_drift(plan, self.cluster)))
+
+
+def _may_drift(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """A note on layers whose gradients unlike devices compute by themselves, and have to compute alike."""
+    own: dict[tuple[str, ...], list[str]] = {}
+    for name, place in plan.placements.items():
+        state = place.state or ("features" if place.split == "columns" else "replicate")
+        if place.sync == "late_multiply" or (place.role in plan.groups and state == "replicate"):
+            devices = dict.fromkeys(cluster.device_of(rank).name for rank in plan.roles[place.role])
+            own.setdefault(tuple(devices), []).append(name)
+    for unlike, names in own.items():
+        if len(unlike) > 1:
+            yield (
+                f"{' and '.join(unlike)} compute the gradients of {', '.join(names)} by themselves, alike up to "
+                f"rounding, so their parameters may drift apart; check_replicas=1000 of the worker finds it."
+            )

@@ -45,6 +45,7 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "ranks": [figures.rank(rank) for rank in range(plan.world)],
         "candidates": [_candidate(candidate) for candidate in plan.candidates],
         "by_bytes": list(by_bytes(program)),
+        "notes": list(program.notes),
     }
 
 

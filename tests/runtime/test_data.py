@@ -312,7 +312,7 @@ def test_batches_for_a_gpu_are_pinned_unless_the_user_says_otherwise(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[bool] = []
-    pinned: list[Tensor] = []
+    pinned: Any = []
 
     class Recorded(DataLoader[Any]):
         def __init__(self, *arguments: Any, pin_memory: bool, **options: Any) -> None:
