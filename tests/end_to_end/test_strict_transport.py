@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch.utils.data import TensorDataset
 from splitc.compiled import CompiledProgram
 from splitc.ir.placements import SCHEDULES
 from splitc.ir.plan import Plan
-from splitc.runtime.transport.base import Deadlock, Transport
+from splitc.runtime.transport.base import Transport
 from tests.end_to_end.test_every_strategy import NORMED
 from tests.end_to_end.test_microbatches import in_pieces
 from tests.runtime.checkpoints.test_resume import steps
@@ -24,7 +22,7 @@ from tests.support.compiled import compiled
 from tests.support.every_strategy import Asked, every_strategy, images, planned
 from tests.support.ranks import adam, on_ranks, on_workers, part_of, train, worker_of
 from tests.support.sampling import sampled
-from tests.support.strict import Strict, strict_transports
+from tests.support.strict import Strict, queued_transports, strict_transports
 from tests.support.subnet_networks import CLASSES, INPUTS, chain
 
 Batches = Sequence[tuple[torch.Tensor, ...]]
@@ -121,28 +119,35 @@ PIECES = [
 @sampled(
     ("world", "asked", "number", "schedule"),
     PIECES,
-    [cell for cell in PIECES if cell[0] == 3 and "ranks=1+1+1" in str(cell[1])],
+    [cell for cell in PIECES if cell[0] == 3 and ("ranks=1+1+1" in str(cell[1]) or "n_c=1" in str(cell[1]))],
     ids=str,
 )
 def test_every_strategy_in_microbatches_ends_on_it(world: int, asked: Asked, number: int, schedule: str) -> None:
     program = in_pieces(world, asked, number, schedule)
     batches = [images(program.plan.global_batch, torch.float64) for _ in range(2)]
-    with strict_transports(), known(program.plan):
+    strict = strict_transports if last_together(program.plan) else queued_transports
+    with strict():
         on_workers(program, lambda worker: train(worker, batches), optimizer=adam)
 
 
-@contextmanager
-def known(plan: Plan) -> Iterator[None]:
-    """Take a deadlock in a sum of gradients where a rank has no examples in the last microbatch of others of its role.
+def last_together(plan: Plan) -> bool:
+    """Whether all ranks of a role have examples in its last microbatch.
 
-    It begins the sum in its own last one, before it sends the gradients of that to ranks for which the others of its
-    role wait in turn: this ends only where a sum does not hold up messages, as on gloo, or side by side on NCCL.
+    One that has not begins to sum gradients in its own last one, before it sends the gradients of that to ranks for
+    which the others of its role wait in turn: this ends where a sum does not hold up messages, as on NCCL, which has
+    them in queues side by side.
     """
-    lasts = [
-        {max(k for k in range(plan.microbatches) if any(plan.sizes_at(role, rank, k))) for rank in ranks}
+    return all(
+        len({max(k for k in range(plan.microbatches) if any(plan.sizes_at(role, rank, k))) for rank in ranks}) == 1
         for role, ranks in plan.roles.items()
-    ]
-    try:
-        yield
-    except Deadlock as error:
-        assert any(len(last) > 1 for last in lasts) and re.search(r"waits: all_reduce \(\d+,\)", str(error)), error
+    )
+
+
+@sampled(
+    "strategy",
+    ["layer_separation(n_c=2,n_f=1)", "hybrid_single", "parameter_server", "late_multiply"],
+    ["late_multiply"],
+)
+def test_queues_of_nccl_give_the_numbers_of_one_process(strategy: str) -> None:
+    with queued_transports():
+        assert planned(3, strategy, torch.float64).verify(steps=2).holds

@@ -22,7 +22,7 @@ from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.every_strategy import images, planned
 from tests.support.ranks import on_ranks, part_of, worker_of
-from tests.support.strict import strict_transports
+from tests.support.strict import queued_transports, strict_transports
 from tests.support.subnet_networks import CLASSES, INPUTS, chain
 
 Use = Callable[[Worker, Any, Path], None]
@@ -202,3 +202,19 @@ def test_a_rank_that_does_something_else_is_named_with_what_the_others_wait_for(
             run(damage.plan, broken, damage.ranks, damage.use or train, tmp_path)
     if damage.ends:
         run(damage.plan, broken, damage.ranks, train, tmp_path)
+
+
+def test_messages_in_both_directions_pass_each_other_in_queues_of_nccl(tmp_path: Path) -> None:
+    damage = DAMAGED["sends that cross"]
+    with queued_transports():
+        run(damage.plan, program_of(damage.plan), (), train, tmp_path)
+        run(damage.plan, edited(program_of(damage.plan), damage.edits), damage.ranks, train, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["receives from two ranks in another order", "groups in a circle", "a send that is missing"]
+)
+def test_what_waits_in_one_queue_does_not(name: str, tmp_path: Path) -> None:
+    damage = DAMAGED[name]
+    with queued_transports(), pytest.raises(Deadlock, match=r"rank 0 waits: (.|\n)*rank 2 waits: "):
+        run(damage.plan, edited(program_of(damage.plan), damage.edits), damage.ranks, train, tmp_path)
