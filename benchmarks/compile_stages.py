@@ -75,7 +75,7 @@ def build(name: str, world: int, folder: Path) -> None:
     model, example, target = given
     on: dict[str, Any] = {"cluster": "v100-10gbe", "strategy": "data_parallel" if world > 1 else "single_device"}
     splitc.compile(model, world, example, target, loss, **on).save(folder)
-    torch.save((*example, target), folder / "batch.pt")
+    torch.save((example, target) if isinstance(example, dict) else (*example, target), folder / "batch.pt")
 
 
 def rank(folder: Path) -> None:
