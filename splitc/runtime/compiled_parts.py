@@ -1,8 +1,8 @@
 """Cut the methods of a stage into statements that communicate, and the parts between, to be compiled.
 
-A part ends before a statement that calls the communicator or waits for what it has started, and where the parameters of
-another gradient bucket begin: then the hooks of a bucket run while backward goes on below it, as under DDPOptimizer.
-Parts keep the file and line numbers of their method.
+A part ends before a statement that calls the communicator for more than dropout or waits for what it has started, and
+where the parameters of another gradient bucket begin: then the hooks of a bucket run while backward goes on below it,
+as under DDPOptimizer.  Parts keep the file and line numbers of their method.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ def _cut(method: Any, buckets: Buckets) -> list[ast.FunctionDef]:
         lines = list(group)
         made = _names(lines, ast.Store)
         if computes and sum(isinstance(node, (ast.Call, ast.BinOp)) for line in lines for node in ast.walk(line)) > 1:
-            header = ", ".join(["self", *sorted(known & _names(lines, ast.Load) - {"self"})])
+            given = ["self", *sorted(known & _names(lines, ast.Load) - {"self"})]
+            header, arguments = ", ".join(given), ", ".join({"comm": "comm.masks()"}.get(each, each) for each in given)
             results = ", ".join(sorted(made & _names([line for line in method.body if line not in lines], ast.Load)))
             name = f"_{method.name}_{len(parts)}"
-            new: Any = ast.parse(f"def {name}({header}): return [{results}]\n[{results}] = {name}({header})")
+            new: Any = ast.parse(f"def {name}({header}): return [{results}]\n[{results}] = {name}({arguments})")
             for node in ast.walk(new):
                 ast.copy_location(node, lines[0])
             part, call = new.body
@@ -65,10 +66,10 @@ def _cut(method: Any, buckets: Buckets) -> list[ast.FunctionDef]:
 
 
 def _computes(line: ast.stmt) -> bool:
-    """Whether a statement assigns what it computes alone."""
-    nodes = list(ast.walk(line))
-    waits = any(isinstance(node, ast.Attribute) and node.attr == "wait" for node in nodes)
-    return isinstance(line, ast.Assign) and not waits and "comm" not in _names([line], ast.Load)
+    """Whether a statement assigns what it computes alone, or with dropout."""
+    paths = [_path(node) for node in ast.walk(line)]
+    waits = any(path.endswith(".wait") for path in paths)
+    return isinstance(line, ast.Assign) and not waits and paths.count("comm") == paths.count("comm.dropout")
 
 
 def _names(lines: list[ast.stmt], context: type[ast.expr_context]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,8 +18,19 @@ from .draws import Draws, Label, Layout
 from .mode import SeededRandom
 
 
-class SeededComm(Part):
-    """Draws for the examples and features that the rank computes."""
+class Masks(NamedTuple):
+    """Draws the masks of dropout in a microbatch; of tensors and plain values alone, so that a compiler can take it.
+
+    numbers: of the step (`kernels.dropout`).  examples: of the group.  own: of this rank.
+    index, size: of this rank in its group, and of that.
+    """
+
+    training: bool
+    numbers: Tensor
+    examples: Tensor
+    own: Tensor
+    index: int
+    size: int
 
     def dropout(
         self,
@@ -41,13 +52,25 @@ class SeededComm(Part):
         features: size of the last dim, of which `value` has a shard.  own: `value` has this rank's own examples, not
         those of its group.
         """
-        if not (self.role.context.training or evaluating):
+        if not (self.training or evaluating):
             return value
-        columns = None
-        if features is not None:
-            columns = sum(feature_widths(features, self.role.group.size)[: self.role.group.index]), features
-        examples = self.role.drawn[self.examples.microbatch, own]
-        return kernels.dropout(value, p, self.role.numbers, examples, (draw,), feature_dims, dim, rows, outer, columns)
+        columns = None if features is None else (sum(feature_widths(features, self.size)[: self.index]), features)
+        examples = self.own if own else self.examples
+        return kernels.dropout(value, p, self.numbers, examples, (draw,), feature_dims, dim, rows, outer, columns)
+
+
+class SeededComm(Part):
+    """Draws for the examples and features that the rank computes."""
+
+    def masks(self) -> Masks:
+        """What draws masks in the running step and microbatch."""
+        role, k = self.role, self.examples.microbatch
+        training, group = role.context.training, role.group
+        return Masks(training, role.numbers, role.drawn[k, False], role.drawn[k, True], group.index, group.size)
+
+    def dropout(self, value: Tensor, p: float, **options: Any) -> Tensor:
+        """`Masks.dropout`."""
+        return self.masks().dropout(value, p, **options)
 
     def uniform(
         self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1, own: bool = False
