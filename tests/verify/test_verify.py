@@ -15,8 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from splitc.compiled import CompiledProgram
-from splitc.runtime.seeded.comm import SeededComm
-from splitc.runtime.seeded.draws import Draws
+from splitc.runtime.seeded.comm import Masks, SeededComm
 from splitc.verify.verify import Verification
 from tests.support.compiled import compiled
 from tests.support.models import Made
@@ -164,8 +163,12 @@ def test_masks_are_those_of_one_process_in_every_microbatch_scheme_and_on_every_
 def test_masks_that_depend_on_the_rank_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = program(lambda m, x: m.fc(F.dropout(m.a(x), 0.5)), torch.randn(8, 16, dtype=F64), **wide("a"))
     assert made.verify(steps=1).holds
-    draws = lambda part, own=False: Draws(part.role.transport.rank, 0, [part.examples.own])  # noqa: E731
-    monkeypatch.setattr(SeededComm, "_draws", draws)
+    masks = SeededComm.masks
+
+    def unlike(part: SeededComm) -> Masks:
+        return masks(part)._replace(numbers=torch.tensor((part.role.transport.rank, 0, 0)))
+
+    monkeypatch.setattr(SeededComm, "masks", unlike)
     result = made.verify(steps=1)
     assert not result.holds and result.loss_error > 1e-3
 
