@@ -14,12 +14,14 @@ from splitc.ir.program import LoweredProgram
 from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower
 from splitc.report.figures import as_json
-from tests.support.every_strategy import Asked, planned
+from splitc.report.text import report
+from tests.support.every_strategy import Asked, Pins, planned
 from tests.support.pair import placed_pair
 from tests.support.printed import printed
 from tests.support.small_programs import small_cluster
 
 ROWS = Placement(holding="sharded", group=2, split="rows")
+WHOLE = Placement(holding="replicated")
 
 
 def predicted(program: LoweredProgram) -> str:
@@ -78,26 +80,22 @@ def test_a_slower_link_takes_longer_and_computes_the_same() -> None:
     assert [each.compute for each in slow.phases] == pytest.approx([each.compute for each in fast.phases])
 
 
-def test_a_note_says_what_unlike_devices_have_to_compute_alike() -> None:
+@pytest.mark.parametrize(
+    ("strategy", "pins", "layers"),
+    [
+        ("late_multiply", {}, "fc6, fc7, fc8"),
+        ("data_parallel", {}, ""),
+        pytest.param("modulo_shard(mp=2)", {"fc7": ROWS, "fc8": WHOLE}, "fc7, fc8", marks=pytest.mark.slow),
+        pytest.param("modulo_shard(mp=2)", {"fc*": replace(ROWS, split="columns")}, "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_note_says_what_unlike_devices_have_to_compute_alike(strategy: str, pins: Pins, layers: str) -> None:
     mixed = load_cluster("mixed-v100-t4")
     cluster = replace(mixed, unlike=tuple(replace(each, ranks=(1,)) for each in mixed.unlike))
-    notes = {
-        name: planned(2, Asked(name, strategy, pins), cluster=cluster).program.notes
-        for name, strategy, pins in [
-            ("late", "late_multiply", {"fc*": Placement(sync="late_multiply")}),
-            ("rows", "modulo_shard(mp=2)", {"fc7": ROWS, "fc8": Placement(holding="replicated")}),
-            ("data", "data_parallel", {}),
-            ("columns", "modulo_shard(mp=2)", {"fc*": Placement(holding="sharded", group=2, split="columns")}),
-        ]
-    }
-    assert not notes["data"] and not notes["columns"]
-    for name, layers in (("late", "fc6, fc7, fc8"), ("rows", "fc7, fc8")):
-        (note,) = notes[name]
-        assert (
-            note.startswith(f"Tesla V100 SXM2 16 GB and T4 compute the gradients of {layers} by themselves")
-            and "drift" in note
-        )
-    program = planned(2, Asked("late", "late_multiply"), cluster=cluster)
-    assert as_json(program.program)["notes"] == list(program.program.notes) != []
-    assert "may drift apart; check_replicas=1000" in " ".join(program.report().split())
-    assert not planned(2, "late_multiply").program.notes
+    before = planned(2, Asked(strategy, strategy, pins)).program
+    program = Predict(cluster).run(before)
+    assert not before.notes and as_json(program)["notes"] == list(program.notes)
+    assert len(program.notes) == bool(layers)
+    for note in program.notes:
+        assert note.startswith(f"Tesla V100 SXM2 16 GB and T4 compute the gradients of {layers} by themselves")
+        assert "may drift apart; check_replicas=1000" in " ".join(report(program).split())

@@ -171,7 +171,7 @@ def test_a_model_that_never_asks_for_its_mode_is_traced_once_and_another_forward
         assert isinstance(program.program.evaluation, LoweredProgram) == (run in OWN)
 
 
-@along(strategy=STRATEGIES)
+@along(1, strategy=STRATEGIES)
 def test_buffers_travel_once_a_loader_and_those_of_the_same_ranks_together(strategy: str) -> None:
     _, program = program_of(as_in_training, strategy)
     sizes = list(program.plan.local_batches)
