@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor, optim
@@ -21,6 +22,8 @@ from .moments import Feature
 from .optimizers import state_of
 from .rank import Rank
 from .stage_state import StageState
+
+Ranks = tuple[int, ...]
 
 _PART = 1 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16}
@@ -58,31 +61,27 @@ class Replicas:
             self._is_due = not is_alike
             self._compare(step, self._holders if is_alike else self._within)
 
-    def _held(self, of_all: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], str, Tensor, Tensor]]:
-        """What this rank holds: which ranks do, its name, its number, and whether to compare it, not 0.
-
-        of_all: the ranks that have a parameter alike.
-        """
-        state, always = self._state, torch.ones((), dtype=torch.int64, device=self._device)
+    def _held(self, of_all: Mapping[str, Ranks]) -> Iterator[tuple[Ranks, str, Sequence[Tensor], Tensor]]:
+        """Which ranks hold something, its name, the tensors, and whether they count.  of_all: parameter -> ranks."""
+        state, counts = self._state, torch.ones((), dtype=torch.bool, device=self._device)
         for name, parameter in sorted(state.trained):
             first, own = state.first_name(name), sorted(state_of(self._optimizers, parameter).items())
-            yield of_all[name], first, fingerprint([parameter], self._device), always
+            yield of_all[name], first, [parameter], counts
             tensors = [value for _, value in own if isinstance(value, Tensor)]
-            yield self._within[name], f"the optimizer's state of {first}", fingerprint(tensors, self._device), always
+            yield self._within[name], f"the optimizer's state of {first}", tensors, counts
         norms = {norm for comm in self._rank.comms for norm in comm.shared.synchronised}
         summed = {id(buffer) for norm in norms for buffer in norm.buffers()}
-        for name, buffer in sorted(state.stage.named_buffers(), key=lambda each: each[0]):
-            value = fingerprint([buffer], self._device)
-            counts = always if id(buffer) in summed else value == self._begun[name]
-            yield self._within[name], state.first_name(name), value, counts.long()
+        for name, buffer in sorted(state.stage.named_buffers(), key=itemgetter(0)):
+            is_begun = fingerprint([buffer], self._device) == self._begun[name]
+            yield self._within[name], state.first_name(name), [buffer], counts if id(buffer) in summed else is_begun
 
-    def _compare(self, step: int, of_all: Mapping[str, tuple[int, ...]]) -> None:
-        transport, groups = self._rank.transport, defaultdict[tuple[int, ...], list[tuple[str, Tensor, Tensor]]](list)
-        for ranks, name, value, counts in self._held(of_all):
+    def _compare(self, step: int, of_all: Mapping[str, Ranks]) -> None:
+        transport, groups = self._rank.transport, defaultdict[Ranks, list[tuple[str, Tensor, Tensor]]](list)
+        for ranks, name, tensors, counts in self._held(of_all):
             if len(ranks) > 1:
-                groups[ranks].append((name, value, counts))
+                groups[ranks].append((name, fingerprint(tensors, self._device), counts.long()))
         unlike, found = torch.zeros(1, dtype=torch.int32, device=self._device), list[tuple[str, Tensor, Tensor]]()
-        for ranks, group in sorted(groups.items(), key=lambda each: each[0]):
+        for ranks, group in sorted(groups.items(), key=itemgetter(0)):
             names, values, compared = zip(*group, strict=True)
             own = torch.stack(values)
             most = torch.stack([own, -own, torch.stack(compared)])
@@ -96,18 +95,14 @@ class Replicas:
 
     def _error(self, step: int, own: Mapping[str, int]) -> ReplicaError:
         """What differs, of all ranks.  own: what does on this one.  Collective."""
-        found: dict[str, dict[int, int]] = {}
-        for rank, values in enumerate(self._rank.transport.all_gather_objects(own)):
-            for name, value in values.items():
-                found.setdefault(name, {})[rank] = value
-        (name, by_rank), *more = found.items()
+        every = self._rank.transport.all_gather_objects(own)
+        name, *more = dict.fromkeys(name for values in every for name in values)
+        by_rank = {rank: values[name] for rank, values in enumerate(every) if name in values}
         common = Counter(by_rank.values()).most_common(1)[0][0]
-        same, other = (
-            ", ".join(str(rank) for rank, value in by_rank.items() if (value == common) is is_common)
-            for is_common in (True, False)
-        )
+        same = ", ".join(str(rank) for rank, value in by_rank.items() if value == common)
+        others = ", ".join(str(rank) for rank, value in by_rank.items() if value != common)
         return ReplicaError(
-            f"step {step}: {name} has other values on rank {other} than on rank {same}"
+            f"step {step}: {name} has other values on rank {others} than on rank {same}"
             f"{f', as have {len(more)} more' if more else ''}. What ranks hold alike drifts apart where GPUs are "
             f"unlike, by kernels that are not deterministic (torch.use_deterministic_algorithms(True) finds them), and "
             f"by code that changes values on one rank; go on from an earlier checkpoint"
