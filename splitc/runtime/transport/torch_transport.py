@@ -41,7 +41,7 @@ class TorchTransport(Transport):
     operation waits for others of its rank only if they were issued before it: the check that a program has no deadlock
     lets it wait for all of these, until their peers have come, which is stricter.  It also proves that what has been
     issued ends whatever is issued later, so a rank may wait for its whole GPU, as an allocator does that frees memory,
-    while a receive is posted.
+    while a receive is posted; the exception are sums of a rank that has no examples in the last microbatch of its role.
 
     staged: tensors are copied to the CPU before they travel, and back by `wait`.
     Constructing it is collective: NCCL's communicators of messages are created.
