@@ -55,8 +55,7 @@ def analyse(
         return _validated(program, model, laid_out)
 
     program = first_apart(example, lambda each: checked(capture(model, each, name, autocast, code, OpCounter), each))
-    is_whole = any(each.spec.batch_dim is None for each in program.inputs)
-    if program.coupled and (program.part is not None or is_whole):
+    if program.coupled and (program.part is not None or any(each.spec.batch_dim is None for each in program.inputs)):
         raise CaptureError(
             f"as batch=, or lists, divide the examples, a rank cannot train on its part: {program.coupled[0].why}; let "
             f"the model return a row for each example, and give the loss and a target apart"

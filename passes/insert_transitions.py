@@ -53,11 +53,9 @@ class Transitions:
 
     def settle(self, node: fx.Node, state: State) -> None:
         """Let the readers of a node's result have it in the state that its layer asks for."""
-        own = info(node).state
-        if own is not state:
+        if info(node).state is not state:
             readers = list(node.users)
-            moved = self.moved(node, state)
-            node.replace_all_uses_with(moved, delete_user_cb=readers.__contains__)
+            node.replace_all_uses_with(self.moved(node, state), delete_user_cb=readers.__contains__)
 
     def insert(self, value: fx.Node, source: State, target: State, name: str) -> fx.Node:
         """A transition right after a value."""

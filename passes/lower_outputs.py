@@ -51,8 +51,7 @@ def _lowered(program: LoweredProgram, base: Program, outputs: Program) -> Lowere
     _place(graph, base, layer)
     marked = Layer(layer, (graph.output_node().all_input_nodes[0].name,), (), "output")
     tensors = {name: replace(tensor, requires_grad=False) for name, tensor in program.tensors.items()}
-    layers = (*base.layers, marked)
-    whole = replace(outputs, graph=graph, layers=layers, tensors=tensors, costs=program.costs)
+    whole = replace(outputs, graph=graph, layers=(*base.layers, marked), tensors=tensors, costs=program.costs)
     lowered = lowered_beside(program, whole.placed(_with_readers(plan, layer)), ScheduleForward())
     _require_held(program, lowered)
     return lowered

@@ -117,8 +117,7 @@ class Place(Pass[Program, PlacedProgram]):
         chosen = _with_fewest_batches(request, chosen)
         assert chosen.plan is not None, "a feasible strategy has a plan"
         plan = self._whole(chosen.plan)
-        bound = max(each.bound for each in priced)
-        gap = replace(chosen, bound=bound).gap
+        gap = replace(chosen, bound=max(each.bound for each in priced)).gap
         proved = chosen.proved and all(each.proved for each in priced if each.feasible)
         prediction = Prediction(
             cluster=self.cluster.name,

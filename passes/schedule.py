@@ -146,10 +146,9 @@ def _cross(rank_program: RankProgram, cuts: Iterable[Cut], k: int) -> Iterator[A
 def _backward(program: LoweredProgram, rank_program: RankProgram, stage: Stage, k: int) -> Iterator[Action]:
     """Yield what a rank does while a role goes backward and the gradients of its cuts are returned."""
     last = k == program.turns(stage) - 1
-    if stage.role in rank_program.roles:
-        gradients = [cut for cut in stage.sends if cut.gradient and cut.value not in stage.inputs]
-        if stage.has_loss or gradients:
-            yield from _run_back(program, stage, k, last)
+    gradients = [cut for cut in stage.sends if cut.gradient and cut.value not in stage.inputs]
+    if stage.role in rank_program.roles and (stage.has_loss or gradients):
+        yield from _run_back(program, stage, k, last)
     if not program.plan.in_pieces and not last:
         return  # the producer runs once
     for cut in reversed(stage.receives):

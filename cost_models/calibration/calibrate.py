@@ -56,8 +56,7 @@ def calibrate(
     """
     if transport is None or transport.world == 1:
         return calibrate_one_process(transport.device if transport else None, budget, progress, name)
-    timer = RankTimer(transport, progress)
-    ranks = _ranks(timer, separate)
+    ranks = _ranks(RankTimer(transport, progress), separate)
     transport.barrier()
     own = None
     if ranks.measures(transport.rank):
@@ -65,8 +64,7 @@ def calibrate(
         if separate and not ranks.gpus:
             own = replace(own, device=own.device.slowed(1 / _share(budget / 20)))
     fits = transport.all_gather_objects(own)
-    left = budget * (1 - _DEVICES)
-    samples = measure_links(transport, left, progress, ranks.ranks_per_host)
+    samples = measure_links(transport, budget * (1 - _DEVICES), progress, ranks.ranks_per_host)
     links = fit_links(samples, alike=ranks.one_machine)
     kind = "separate ranks" if separate else "ranks"
     count = 0 if ranks.gpus else torch.get_num_threads()
@@ -111,8 +109,7 @@ def _ranks(timer: RankTimer, separate: bool) -> RankLayout:
     if timer.transport.waits_hold_the_stream:
         slots = here  # NCCL has checked that each has a GPU of its own
     hosts = timer.transport.all_gather_objects((here, slots))
-    per_host = {each for each, _ in hosts}
-    if len(per_host) > 1 and not separate:
+    if len({each for each, _ in hosts}) > 1 and not separate:
         counts = ", ".join(str(each) for each, _ in hosts)
         raise LaunchError(
             f"the hosts have unequal numbers of ranks (of each rank, how many are on its host: {counts}); start as "

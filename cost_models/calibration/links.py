@@ -64,8 +64,7 @@ def measure_links(
 
     # Between the two that are connected best, and within a host: a slow link would show the other end's limits too.
     best = list(between_hosts(samples, per_host))[:1]
-    pairs = list(dict.fromkeys([*local[:1], *best]))
-    samples += _timed(timer, "exchange", pairs, LARGE, allowed["exchange"])
+    samples += _timed(timer, "exchange", list(dict.fromkeys([*local[:1], *best])), LARGE, allowed["exchange"])
 
     # One host, and two hosts; without hosts all ranks.  One pair alone was measured as messages.
     sets = [everybody[:per_host], everybody[: 2 * per_host]] if per_host > 1 else [everybody]

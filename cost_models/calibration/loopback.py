@@ -26,8 +26,7 @@ _TIMEOUT = timedelta(seconds=30)
 def loopback_link(budget: float) -> LinkFit:
     """What two ranks of this machine talk over: gloo on the loopback device."""
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
-    samples = run_ranks(2, lambda simulated: measure_links(Loopback(simulated, store), budget))
-    return fit_links(samples[0], alike=True)
+    return fit_links(run_ranks(2, lambda simulated: measure_links(Loopback(simulated, store), budget))[0], alike=True)
 
 
 class Loopback(Forwarding):

@@ -58,8 +58,7 @@ def merged_pairs(small: Sequence[OpCost], large: Sequence[OpCost]) -> list[tuple
     Where torch runs other ops at another size, all of a name are taken together.
     """
     if [_kind(op) for op in small] == [_kind(op) for op in large]:
-        pairs = Counter(zip(small, large, strict=True))
-        return [(sum_of([a] * n), sum_of([b] * n)) for (a, b), n in pairs.items()]
+        return [(sum_of([a] * n), sum_of([b] * n)) for (a, b), n in Counter(zip(small, large, strict=True)).items()]
     kinds = dict.fromkeys(map(_kind, (*small, *large)))
     of_kind = [[[kind, *(op for op in ops if _kind(op) == kind)] for ops in (small, large)] for kind in kinds]
     return [(sum_of(a), sum_of(b)) for a, b in of_kind]

@@ -152,8 +152,7 @@ def _region_ops(own: OwnCode, batch: int) -> list[OpCost]:
     pairs = merged_pairs(small.ops, large.ops)
     t = (batch - small.batch) / (large.batch - small.batch)
     forward = [a.along(b, t) for a, b in pairs]
-    backward = [replace(_estimated_backward(op), unknown=op.unknown) for op in forward]
-    return forward + backward
+    return forward + [replace(_estimated_backward(op), unknown=op.unknown) for op in forward]
 
 
 def _estimated_backward(op: OpCost) -> OpCost:

@@ -95,8 +95,7 @@ class LiveStorage(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
-            gone = weakref.ref(storage, lambda _: self._gone(key))
-            self._storages[key] = _Storage(storage.nbytes(), gone)
+            self._storages[key] = _Storage(storage.nbytes(), weakref.ref(storage, lambda _: self._gone(key)))
             self._count(WORKING, storage.nbytes())
         return self._storages[key]
 

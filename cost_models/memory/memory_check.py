@@ -48,12 +48,11 @@ def require_memory(program: LoweredProgram, have: Callable[[int], float], optimi
         if found[kind].peak > have(rank):
             short.setdefault((kind, have(rank)), []).append(rank)
     if short:
-        lines = [_shortage(program, ranks, found[kind], has) for (kind, has), ranks in short.items()]
         raise PlacementError(
             bullets(
                 f"the plan {program.plan.strategy} does not fit into memory; use a smaller global_batch, more "
                 f"ranks, or a strategy that shards or moves the largest layers:",
-                lines,
+                [_shortage(program, ranks, found[kind], has) for (kind, has), ranks in short.items()],
             )
         )
 
@@ -122,5 +121,4 @@ def _bound(program: LoweredProgram, rank: int, optimizer_copies: int) -> float:
             moved += cost.saved_bytes + sum(op.bytes_accessed for op in cost.forward_ops)
             backward = max(backward, sum(op.bytes_accessed for op in cost.backward_ops))
     held += sum(nbytes for feature in features() for _, nbytes in feature.holds(program, rank))
-    exchanged = sum(op.nbytes for op in wire(program, rank))
-    return (4 + optimizer_copies) * held + moved + backward + 2 * exchanged
+    return (4 + optimizer_copies) * held + moved + backward + 2 * sum(op.nbytes for op in wire(program, rank))

@@ -119,8 +119,7 @@ def _weights(program: Program) -> dict[str, Tensor]:
     found = {}
     for state in program.tensors.values():
         path, _, attribute = state.name.rpartition(".")
-        tensor = getattr(program.root.get_submodule(path), attribute)
-        found.update(dict.fromkeys((state.name, *state.names), tensor))
+        found.update(dict.fromkeys((state.name, *state.names), getattr(program.root.get_submodule(path), attribute)))
     return found
 
 

@@ -97,8 +97,7 @@ def _round(collective: str, nbytes: float, link: Link) -> float:
 
 def _exchange(nbytes: float, link: Link) -> float:
     """A rank sends `nbytes` and receives as many at the same time."""
-    directions = 1 if link.duplex else 2
-    return link.latency + directions * nbytes / link.bandwidth
+    return link.latency + (1 if link.duplex else 2) * nbytes / link.bandwidth
 
 
 ALGORITHMS: dict[str, Callable[[float, int, Link], float]] = {

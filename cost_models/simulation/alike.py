@@ -40,5 +40,4 @@ def representatives(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
 def num_transfers(program: LoweredProgram, cluster: Cluster) -> int:
     """What the simulated ranks begin in a step, if all ranks of a role begin as much as its first one."""
     plan, alike = program.plan, set(representatives(program.plan, cluster))
-    several = plan.all_roles.values()
-    return sum(len(alike.intersection(ranks)) * len(wire(program, ranks[0])) for ranks in several)
+    return sum(len(alike.intersection(ranks)) * len(wire(program, ranks[0])) for ranks in plan.all_roles.values())

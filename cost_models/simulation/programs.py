@@ -71,8 +71,7 @@ class Programs:
 
 
 def _without_ranks(op: WireOp) -> Hashable:
-    what = replace(op.payload, rows=(0, 0), columns=None, more=0)
-    return op.kind, what, op.shape, op.sent, op.times, len(op.ranks)
+    return op.kind, replace(op.payload, rows=(0, 0), columns=None, more=0), op.shape, op.sent, op.times, len(op.ranks)
 
 
 def _positions(ops: Iterable[WireOp], begun: Iterable[WireOp]) -> list[int]:

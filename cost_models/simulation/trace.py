@@ -21,8 +21,7 @@ def chrome_trace(spans: Iterable[Span], roles: Mapping[int, str] | None = None, 
     rows: dict[tuple[int, str], list[float]] = {}  # (rank, stream) -> the time from which each of its rows is free
     events: list[dict[str, Any]] = []
     for rank in dict.fromkeys(span.rank for span in spans):
-        role = (roles or {}).get(rank, "")
-        name = " ".join(filter(None, (f"rank {rank}", role, label)))
+        name = " ".join(filter(None, (f"rank {rank}", (roles or {}).get(rank, ""), label)))
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
     for span in spans:

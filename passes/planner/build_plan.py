@@ -22,8 +22,7 @@ def build_plan(
 
     A second role on the ranks of the first is left out where no layer runs in it.
     """
-    used = {option.role for option in chosen.values()}
-    count = 1 if used == {0} else len(division.roles)
+    count = 1 if {option.role for option in chosen.values()} == {0} else len(division.roles)
     names = request.role_names(count)
     roles, offsets, groups = {}, {}, {}
     for name, role in zip(names, division.roles, strict=False):

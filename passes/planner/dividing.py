@@ -48,13 +48,12 @@ def divisible_kinds(program: Program, divisible: frozenset[str]) -> dict[str, Di
         if not main or any(_splits(program, node) != _splits(program, main[0]) for node in main):
             continue
         tail = [node for node in own if node not in main and not info(node).copied_to_each_stage]
-        classes = any(node.target is F.cross_entropy for node in tail)
         found[layer.name] = Divisible(
             frozenset(_read(program, node).name for node in main),
             tuple(tensor_spec(node) for node in main),
             _splits(program, main[0]),
             len(main) == 1 and tensor_spec(main[0]).batch_dim is not None and all(map(_keeps_features, tail)),
-            classes,
+            any(node.target is F.cross_entropy for node in tail),
         )
     return found
 

@@ -194,8 +194,7 @@ def _value(
     readers = tuple((reader, _how(request, reader, value)) for reader in value.readers)
     needs = {need: None for reader, how in readers for need in places(options[reader], how)}
     pairs = tuple((s, t) for s in made for t in needs if s[0] <= t[0] and space.moves(s, t))
-    moves = lines.moves(value, pairs)
-    return Value(value.name, value.layer, readers, moves)
+    return Value(value.name, value.layer, readers, lines.moves(value, pairs))
 
 
 def _how(request: Request, reader: str, value: Crossing) -> str:

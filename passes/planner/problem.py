@@ -259,8 +259,7 @@ class Equations:
                     a, b = (self.having(layer, lambda o, r=role: o.role >= r) for layer in (i, j))
                     yield f"{name}_{i}_to_{j}_{role}", a <= b if name == "eq6" else a == b
         for i, j in dict.fromkeys(problem.tied):
-            dims = {o.divides for layer in (i, j) for o in problem.options[layer]} - {None}
-            for dim in sorted(dims, key=str):
+            for dim in sorted({o.divides for layer in (i, j) for o in problem.options[layer]} - {None}, key=str):
                 a, b = (self.having(layer, lambda o, d=dim: o.divides == d) for layer in (i, j))
                 yield f"eq9_{i}_{j}_{dim}", a == b
         for role in sorted(problem.filled):

@@ -108,11 +108,9 @@ def _nothing(request: Request, rules: CutRules, asked: Strategy, found: Search) 
 def _short(request: Request, plan: Plan, found: Found) -> list[str]:
     """A line for each class of ranks that has too little memory."""
     lines = []
-    needed = found.problem.memory_of(found.chosen)
-    for where, need in needed.items():
+    for where, need in found.problem.memory_of(found.chosen).items():
         roles = [k for k, each in enumerate(found.problem.ranks) if each == where]
-        last = found.division.roles[roles[-1]]
-        scale = max(each.scale for each in busiest(request, last, found.division.busy))
+        scale = max(each.scale for each in busiest(request, found.division.roles[roles[-1]], found.division.busy))
         layers = {name: option.memory / scale for name, option in found.chosen.items() if option.role in roles}
         names = [name for k, name in enumerate(plan.roles) if k in roles]
         have, ranks = found.problem.memory / scale, plan.roles[names[-1]]

@@ -90,8 +90,7 @@ class Request:
 
     def bounds(self, readers: int) -> tuple[int, ...]:
         """How `readers` ranks share the global batch; some shares are empty when it is too small."""
-        batch = self.program.batch * readers if self.global_batch is None else self.global_batch
-        return share_out(batch, readers)
+        return share_out(self.program.batch * readers if self.global_batch is None else self.global_batch, readers)
 
     def memory_of(self, ranks: int) -> float:
         """Bytes that one of `ranks` computing ranks has."""
@@ -162,8 +161,7 @@ class Request:
         """Bytes that a layer needs on a rank; `summed`: its gradient is all-reduced, from a copy."""
         held = self.held[layer]
         kept = self.program.costs[layer].saved_bytes_at(batch)
-        copies = gradient_nbytes(held) if summed else 0
-        return rank_memory(held, kept, copies, self.optimizer_copies).total
+        return rank_memory(held, kept, gradient_nbytes(held) if summed else 0, self.optimizer_copies).total
 
     def gradient(self, layer: str) -> int:
         """Bytes of the gradient of the layer's own parameters."""

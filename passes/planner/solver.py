@@ -114,6 +114,5 @@ def total(terms: Iterable[Expression]) -> Expression:
 
 
 def _holds(constraint: Any) -> bool:
-    terms = (abs(number * (x.value() or 0.0)) for x, number in constraint.items())
-    largest = max(terms, default=0.0)
+    largest = max((abs(number * (x.value() or 0.0)) for x, number in constraint.items()), default=0.0)
     return bool(constraint.valid(_TOLERANCE * max(1.0, largest, abs(constraint.constant))))

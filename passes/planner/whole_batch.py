@@ -36,11 +36,10 @@ def gathered_plan(plan: Plan, layer: str) -> Plan:
     ranks = plan.roles[role]
     groups = {name: Grouping(group.size, "BK") if name == role else group for name, group in plan.groups.items()}
     sync = "average" if plan.trains_in_units and plan.placements[layer].sync != "none" else "none"
-    alone = replace(plan.placements[layer], role=layer, sync=sync, state=None)
     return replace(
         plan,
         roles={**plan.roles, layer: ranks},
         batch_offsets={**plan.batch_offsets, layer: plan.batch_offsets[role]},
         groups={**groups, layer: Grouping(min(len(ranks), plan.unit_size), "BK")},
-        placements={**plan.placements, layer: alone},
+        placements={**plan.placements, layer: replace(plan.placements[layer], role=layer, sync=sync, state=None)},
     )
