@@ -22,14 +22,14 @@ class Masks(NamedTuple):
     """Draws the masks of dropout in a microbatch; of tensors and plain values alone, so that a compiler can take it.
 
     numbers: of the step (`kernels.dropout`).  examples: of the group.  own: of this rank.
-    index, size: of this rank in its group, and of that.
+    member, size: this rank's place in its group, and the size of that.
     """
 
     training: bool
     numbers: Tensor
     examples: Tensor
     own: Tensor
-    index: int
+    member: int
     size: int
 
     def dropout(
@@ -54,7 +54,7 @@ class Masks(NamedTuple):
         """
         if not (self.training or evaluating):
             return value
-        columns = None if features is None else (sum(feature_widths(features, self.size)[: self.index]), features)
+        columns = None if features is None else (sum(feature_widths(features, self.size)[: self.member]), features)
         examples = self.own if own else self.examples
         return kernels.dropout(value, p, self.numbers, examples, (draw,), feature_dims, dim, rows, outer, columns)
 
