@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from splitc.runtime.seeded import kernels
-from splitc.runtime.seeded.draws import Draws
-from tests.runtime.seeded.test_kernels import DTYPES, LAYOUTS, strided
+from tests.runtime.seeded.test_kernels import DTYPES, LAYOUTS, dropped, strided
 
 
-def dropped(value: Tensor, p: float, name: str, fused: Any) -> tuple[Tensor, Tensor]:
+def run(value: Tensor, p: float, name: str, fused: Any) -> tuple[Tensor, Tensor]:
     """A value after dropout, and its gradient.  fused: the module of the kernel; None: torch's operations."""
-    _, layout, examples, dims = LAYOUTS[name]
     with mock.patch.object(kernels, "_fused", lambda value: fused):
-        made = Draws(3, 7, examples).dropout(value.requires_grad_(), p, (5, 1), layout, dims)
+        made = dropped(value.requires_grad_(), p, name)
     (gradient,) = torch.autograd.grad(made, value, value.detach())
     return made, gradient
 
@@ -34,7 +32,7 @@ def compare(fused: Any) -> None:
             # the interpreter rounds to bfloat16 otherwise than torch and GPUs do, so there nothing is rounded
             p = (0.5, 0.75, 1.0)[k % 3] if dtype == torch.bfloat16 else (0.1, 1 / 3, 1.0)[(k + n) % 3]
             for how, value in strided(shape, dtype).items():
-                found, expected = (dropped(value, p, name, each) for each in (fused, None))
+                found, expected = (run(value, p, name, each) for each in (fused, None))
                 for one, other in zip(found, expected, strict=True):
                     assert torch.equal(one, other) and one.stride() == other.stride(), (name, dtype, p, how)
 

@@ -56,11 +56,15 @@ class Draws:
     examples: Sequence[tuple[int, int]] | None
 
     def dropout(self, value: Tensor, p: float, label: Label, layout: Layout, feature_dims: int = 0) -> Tensor:
-        """`value` after dropout with probability `p`; feature_dims: see `kernels.dropout`."""
+        """`value` after dropout with probability `p`; feature_dims: see `kernels.dropout`.
+
+        A product, which torch derives forward and backward, and under torch.func and vmap.
+        """
         numbers = torch.tensor((self.seed, self.step, 0), device="cpu")
         found = None if self.examples is None else indices(self.examples, value.device)
         where = layout.dim, layout.rows, layout.outer, layout.columns
-        return dropout(value, p, numbers, found, label, feature_dims, *where)
+        ones = torch.ones(value.shape, dtype=value.dtype, device=value.device)
+        return value * dropout(ones, p, numbers, found, label, feature_dims, *where)
 
     def uniform(self, like: Tensor, label: Label, layout: Layout) -> Tensor:
         """Numbers in [0, 1) with the shape and dtype of `like`: multiples of 2^-24 in float32, of 2^-32 in float64."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -121,3 +124,21 @@ def test_in_a_region_what_no_example_defines_is_the_same_on_all_ranks() -> None:
         with SeededRandom(Draws(0, 0, examples)) as mode, mode.region():
             drawn.append(torch.randperm(100))
     assert torch.equal(*drawn) and torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # which torch calls itself
+def test_dropout_has_the_derivatives_that_its_product_with_a_mask_has() -> None:
+    x, ones = torch.randn(8, 6), torch.ones(8, 6)
+    with SeededRandom(DRAWS):
+        mask = F.dropout(ones, 0.5)
+
+    def run(function: Any) -> Any:
+        with SeededRandom(DRAWS):
+            return function(lambda value: F.dropout(value, 0.5))
+
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, ones)
+        assert torch.equal(forward_ad.unpack_dual(run(lambda drop: drop(dual))).tangent, mask)
+    assert torch.equal(run(lambda drop: torch.func.jvp(drop, (x,), (ones,)))[1], mask)
+    assert torch.equal(run(lambda drop: torch.func.grad(lambda value: drop(value).sum())(x)), mask)
+    assert torch.equal(run(lambda drop: torch.vmap(drop)(x.expand(2, 8, 6))), (x * mask).expand(2, 8, 6))
