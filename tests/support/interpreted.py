@@ -11,18 +11,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from splitc.runtime.seeded import kernels
-from tests.runtime.seeded.test_kernels import DTYPES, LAYOUTS, dropped, strided
-
-
-def run(value: Tensor, p: float, name: str, fused: Any) -> tuple[Tensor, Tensor]:
-    """A value after dropout, and its gradient.  fused: the module of the kernel; None: torch's operations."""
-    with mock.patch.object(kernels, "_fused", lambda value: fused):
-        made = dropped(value.requires_grad_(), p, name)
-    (gradient,) = torch.autograd.grad(made, value, value.detach())
-    return made, gradient
+from tests.runtime.seeded.test_kernels import DTYPES, LAYOUTS, run, strided
 
 
 def compare(fused: Any) -> None:
@@ -32,8 +23,9 @@ def compare(fused: Any) -> None:
             # the interpreter rounds to bfloat16 otherwise than torch and GPUs do, so there nothing is rounded
             p = (0.5, 0.75, 1.0)[k % 3] if dtype == torch.bfloat16 else (0.1, 1 / 3, 1.0)[(k + n) % 3]
             for how, value in strided(shape, dtype).items():
-                found, expected = (run(value, p, name, each) for each in (fused, None))
-                for one, other in zip(found, expected, strict=True):
+                with mock.patch.object(kernels, "_fused", lambda value: fused):
+                    found = run(value, p, name)
+                for one, other in zip(found, run(value, p, name), strict=True):
                     assert torch.equal(one, other) and one.stride() == other.stride(), (name, dtype, p, how)
 
 

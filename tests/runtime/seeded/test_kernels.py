@@ -54,9 +54,15 @@ def strided(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
 def dropped(value: Tensor, p: float, name: str) -> Tensor:
     """A value of a layout after dropout."""
     _, layout, intervals, dims = LAYOUTS[name]
-    examples = None if intervals is None else indices(intervals, torch.device("cpu"))
+    examples = None if intervals is None else indices(intervals, value.device)
     where = layout.dim, layout.rows, layout.outer, layout.columns
     return kernels.dropout(value, p, torch.tensor((3, 7, 0)), examples, (5, 1), dims, *where)
+
+
+def run(value: Tensor, p: float, name: str) -> tuple[Tensor, Tensor]:
+    """A value of a layout after dropout, and its gradient."""
+    made = dropped(value.requires_grad_(), p, name)
+    return made, torch.autograd.grad(made, value, value.detach())[0]
 
 
 def expected(shape: tuple[int, ...], dtype: torch.dtype, p: float, name: str) -> Tensor:
@@ -85,6 +91,18 @@ def test_a_value_and_its_gradient_are_multiplied_by_the_mask_bit_for_bit(monkeyp
                     for found in (got, gradient, twice):
                         assert torch.equal(found, value * mask), (name, dtype, p, how)
                         assert found.stride() == torch.empty_like(value).stride(), (name, how)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_drops_what_the_cpu_drops_with_triton_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fused in (kernels._fused, lambda value: None):
+        monkeypatch.setattr(kernels, "_fused", fused)
+        for name, (shape, *_) in LAYOUTS.items():
+            for dtype, p in zip(DTYPES, (0.1, 0.5, 1 / 3, 1.0), strict=True):
+                for how, value in strided(shape, dtype).items():
+                    for one, other in zip(run(value.cuda(), p, name), run(value, p, name), strict=True):
+                        assert torch.equal(one.cpu(), other) and one.stride() == other.stride(), (name, dtype, p, how)
 
 
 def test_examples_that_a_step_does_not_have_are_refused() -> None:
