@@ -49,11 +49,10 @@ class Grid:
         """
         if len(examples) != self.count:
             raise ValueError(f"random numbers for {self.count} examples, where the step has {len(examples)} here")
-        keys = [examples * GOLDEN + word for word in words]
-        for key in keys:
-            _mix(_mix(key, 16, 0x7FEB352D), 15, 0x846CA68B - (1 << 32))
-            key.bitwise_xor_(logical_shift(key, 16))
-        return keys
+        keys = examples * GOLDEN
+        keys = torch.stack([keys + word for word in words])
+        _mix(_mix(keys, 16, 0x7FEB352D), 15, 0x846CA68B - (1 << 32))
+        return [*keys.bitwise_xor_(logical_shift(keys, 16))]
 
     def words(self, keys: Sequence[Tensor]) -> Tensor:
         """A number for each draw."""
