@@ -132,8 +132,7 @@ class DeferredWorker:
             program = self._program.compile(_first(batches))
             return program.files, program.parts()
 
-        own = {"model": self._program._model, LOSS: self._program._loss}
-        part, held = of_rank_0(self._transport, compiled, own)
+        part, held = of_rank_0(self._transport, compiled, {"model": self._program._model, LOSS: self._program._loss})
         self._worker = self._make(part, self._transport, held)
 
 

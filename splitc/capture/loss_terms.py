@@ -56,8 +56,7 @@ class LossTerms:
         self.uses: dict[fx.Node, str] = {}
         self.sums: dict[fx.Node, None] = {}
         self.couplings: dict[fx.Node, str] = {}
-        output = next(node for node in reversed(graph.nodes) if node.op == "output")
-        (loss,) = output.all_input_nodes
+        (loss,) = next(node for node in reversed(graph.nodes) if node.op == "output").all_input_nodes
         upstream = {loss, *_ancestors(loss)}
         self.upstream = {node: None for node in graph.nodes if node in upstream}
         self._linear: set[fx.Node] = set()

@@ -57,7 +57,6 @@ def _placements(place: Place, program: Program, pattern: str) -> _Answer:
 
 def alternatives_text(found: Sequence[Alternative]) -> str:
     """A table of the placements that are possible, fastest first, and why others are not."""
-    possible = sorted((each for each in found if not each.why), key=lambda each: -each.samples_per_second)
     rows = [
         [
             f"{'*' if each.chosen else ' '} {each.placement}",
@@ -67,7 +66,7 @@ def alternatives_text(found: Sequence[Alternative]) -> str:
             units.nbytes(each.sent_bytes) if each.sent_bytes else "",
             each.limit,
         ]
-        for each in possible
+        for each in sorted((each for each in found if not each.why), key=lambda each: -each.samples_per_second)
     ]
     headers = ["  placement", "plan", "step", "samples/s", "sends", "limit"]
     text = table(headers, rows, ("left", "left", "right", "right", "right", "left"), elastic=1)

@@ -24,8 +24,7 @@ class Step:
     def __enter__(self) -> Step:
         self._begin = self._shown = time.perf_counter()
         if not self._quiet:
-            watch = self._live if self._stream.isatty() else self._once
-            self._thread = threading.Thread(target=watch, daemon=True)
+            self._thread = threading.Thread(target=self._live if self._stream.isatty() else self._once, daemon=True)
             self._thread.start()
         return self
 

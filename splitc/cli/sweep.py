@@ -50,8 +50,7 @@ def sweep(
     program: analysed, not placed.  Raises CostError and PlacementError for an invalid cluster or strategy.
     """
     asked = [(text, parse_strategy(text)) for text in strategies]
-    cells = [(bandwidth, world) for bandwidth in bandwidths for world in worlds]
-    for bandwidth, world in cells:
+    for bandwidth, world in [(bandwidth, world) for bandwidth in bandwidths for world in worlds]:
         at = cluster.with_bandwidth(bandwidth)
         for text, strategy in asked:
             try:

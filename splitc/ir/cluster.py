@@ -74,8 +74,7 @@ class Device:
 
     def slowed(self, factor: float) -> Device:
         """A device that takes `factor` times as long for everything."""
-        slower = self.scaled(1 / factor)
-        return replace(slower, launch=self.launch * factor, conv_launch=self.conv_launch * factor)
+        return replace(self.scaled(1 / factor), launch=self.launch * factor, conv_launch=self.conv_launch * factor)
 
 
 @dataclass(frozen=True)
@@ -251,8 +250,7 @@ class Cluster:
         """The slowest of the links of `ranks`."""
         if not self.unlike:
             return self.link
-        kinds = {id(link): link for link in map(self.link_of, ranks)}
-        return _slowest_of(list(kinds.values()))
+        return _slowest_of(list({id(link): link for link in map(self.link_of, ranks)}.values()))
 
 
 def _slowest(devices: list[Device]) -> Device:

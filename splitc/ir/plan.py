@@ -102,8 +102,7 @@ class Plan:
     @property
     def local_batches(self) -> tuple[int, ...]:
         """Examples that each reader gives to a step."""
-        bounds = self.batch_offsets[self.reader]
-        return tuple(b - a for a, b in pairwise(bounds))
+        return tuple(b - a for a, b in pairwise(self.batch_offsets[self.reader]))
 
     @cached_property
     def parts(self) -> dict[str, tuple[str, ...]]:

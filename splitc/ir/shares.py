@@ -6,10 +6,7 @@ from __future__ import annotations
 def share_out(total: int, parts: int) -> tuple[int, ...]:
     """Bounds of `parts` nearly equal shares of `total`; the first ones are the larger: (10, 3) -> (0, 4, 7, 10)."""
     small, extra = divmod(total, parts)
-    bounds = [0]
-    for part in range(parts):
-        bounds.append(bounds[-1] + small + (part < extra))
-    return tuple(bounds)
+    return tuple(part * small + min(part, extra) for part in range(parts + 1))
 
 
 def serve(bounds: tuple[int, ...], servers: int) -> tuple[int, ...]:

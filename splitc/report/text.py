@@ -223,8 +223,7 @@ def _heaviest(layers: Sequence[Mapping[str, Any]], number: int) -> list[Mapping[
     parameters = sum(layer["parameters"] for layer in layers) or 1
     flops = sum(layer["flops"] for layer in layers) or 1
     weight = [layer["parameters"] / parameters + layer["flops"] / flops for layer in layers]
-    kept = sorted(sorted(range(len(layers)), key=lambda k: -weight[k])[:number])
-    return [layers[k] for k in kept]
+    return [layers[k] for k in sorted(sorted(range(len(layers)), key=lambda k: -weight[k])[:number])]
 
 
 def _norm_groups(program: PlacedProgram) -> str | None:

@@ -110,5 +110,4 @@ def _worth_multiplying(request: Request) -> frozenset[str]:
         for layer in request.linears
         if any(option.sync == NAME for option in known[layer])
     }
-    cheaper = (layer for layer, by in seconds.items() if by[NAME] < by["all_reduce"])
-    return frozenset(cheaper) or frozenset(seconds)
+    return frozenset(layer for layer, by in seconds.items() if by[NAME] < by["all_reduce"]) or frozenset(seconds)

@@ -36,8 +36,6 @@ from splitc.strategies.layer_separation import separations_in_groups
 ALL, ONE = 1, 0
 """Where a layer runs: on all ranks, in groups of as many as another number says, or on rank 0 alone."""
 
-_USUAL = (None, "all_reduce", "average", "none")
-
 MICROBATCHES = (2, 3, 4)
 """Numbers of pieces of a batch that are tried where none was asked for."""
 

@@ -71,8 +71,7 @@ class ModuloShard(InRounds):
                 return layer in request.pins and space.allows(division, layer, option)
             return space.allows(division, layer, option)
 
-        any_move = any(pin.split for pin in request.pins.values())
-        moves = space.moves if any_move else _gathers
+        moves = space.moves if any(pin.split for pin in request.pins.values()) else _gathers
         return Space(allows, moves, (("holding", frozenset({"sharded"})),))
 
     def impossible(self, request: Request) -> list[str]:

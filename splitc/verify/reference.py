@@ -74,8 +74,7 @@ def exact_reference(training: Training) -> list[Trial]:
 
 def loss_of_copy(program: Program, model: nn.Module, example: Example, batch: Mapping[str, Tensor]) -> Tensor:
     """The loss of one batch, of the borrowed model."""
-    size = number_of_examples(program, batch)
-    seeded = SeededRandom(Draws(0, 0, [(0, size)]), draw_layouts(program))
+    seeded = SeededRandom(Draws(0, 0, [(0, number_of_examples(program, batch))]), draw_layouts(program))
     with borrowed(model, example.loss), seeded, under_autocast(model, program.autocast), torch.no_grad():
         loss: Tensor = example.loss_of(example.output(model, batch), batch)
         return loss

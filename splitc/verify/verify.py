@@ -146,8 +146,7 @@ def computed_in(program: PlacedProgram) -> torch.dtype:
         spec = info(node).spec
         each = spec if isinstance(spec, tuple) else (spec,)
         found |= {part.dtype for part in each if isinstance(part, TensorSpec) and part.requires_grad}
-    real = {_REAL.get(dtype, dtype) for dtype in found}
-    return max(real, key=lambda dtype: torch.finfo(dtype).eps)
+    return max({_REAL.get(dtype, dtype) for dtype in found}, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 _REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}

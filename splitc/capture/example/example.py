@@ -128,8 +128,7 @@ class Example:
         given = {**self.tensors, **values}
         given = {n: v.clone() if type(v) is Tensor else v for n, v in given.items()}
         arguments = {name: unpacked(value) for name, value in self._with(self.inputs, given).items()}
-        positional = [arguments.pop(name) for name in self.positional]
-        return model(*positional, **arguments)
+        return model(*[arguments.pop(name) for name in self.positional], **arguments)
 
     def loss_of(self, output: Any, values: Mapping[str, Any]) -> Any:
         """The loss of an output of the model and of the targets among `values`.  Raises CaptureError for no loss."""

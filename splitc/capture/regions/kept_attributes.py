@@ -48,8 +48,7 @@ def kept_attributes(models: Sequence[nn.Module], again: Callable[[], object]) ->
 def left_behind(root: nn.Module) -> dict[str, Any]:
     """The attributes that hold traced tensors after a forward -> one of these."""
     attributes = ((f"{path}.{name}".lstrip("."), v) for path, m in root.named_modules() for name, v in vars(m).items())
-    held = ((name, value) for name, tree in attributes for value in leaves(tree) if is_proxy(value))
-    return dict(held)
+    return {name: value for name, tree in attributes for value in leaves(tree) if is_proxy(value)}
 
 
 def _held(root: nn.Module) -> Iterator[tuple[tuple[str, ...], Tensor]]:

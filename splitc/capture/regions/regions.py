@@ -142,8 +142,7 @@ class Regions:
                 made[other] = seen.region(other, why, self._origin(other))
             except NoRegion:
                 continue
-        kept = {p: own for p, own in self.found.items() if not any(is_inside(p, new) for new in made)}
-        self.found = kept | made
+        self.found = {p: own for p, own in self.found.items() if not any(is_inside(p, new) for new in made)} | made
         return None
 
     def _origin(self, path: str) -> str | None:

@@ -25,8 +25,7 @@ def with_norms(model: nn.Module, program: Program, ranks: int) -> nn.Module:
     in the module whose outputs they normalise.  Raises PlacementError where that is no module of a known kind.
     """
     dealing = find_neurons(program, program.graph, ranks)
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    changed = copy.deepcopy(model, shared)
+    changed = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     for node in (*dealing.bare, *dealing.final):
         module = changed.get_submodule(str(node.target) if node.op == "call_module" else info(node).module)
         if isinstance(module, _Normed):

@@ -87,8 +87,7 @@ def normalized(call: Call) -> Call:
     options = inspect.signature(call.target).bind(*call.args, **call.kwargs).arguments
     if options.get("size_average") is not None or options.get("reduce") is not None:
         raise Unsupported(f"{call.name} is given size_average or reduce; write reduction='mean' or 'sum' instead")
-    first = tuple(options.pop(name) for name in _BY_NAME[call.target])
-    return replace(call, args=first, kwargs=options)
+    return replace(call, args=tuple(options.pop(name) for name in _BY_NAME[call.target]), kwargs=options)
 
 
 def with_sizes(call: Call, values: tuple[Any, ...]) -> Call:

@@ -19,8 +19,7 @@ from splitc.runtime.nested import parts
 
 def mark(graph: fx.Graph, value: Any) -> None:
     """Add a node that keeps what the model returned, nested as it is; objects become dicts by field."""
-    node = graph.call_function(comm_ops.returned, (_nested(value),))
-    update_info(node, source="output", side_effect=True)
+    update_info(graph.call_function(comm_ops.returned, (_nested(value),)), source="output", side_effect=True)
 
 
 def _nested(value: Any) -> Any:

@@ -76,8 +76,7 @@ class Queries:
             try:
                 return self.evaluator.unrecorded(lambda: self.constants.value(node))
             except NotConstant:
-                text = f"{what} needs the value of {node.name} ({info(node).source}); {DATA}"
-                raise Unsupported(text) from None
+                raise Unsupported(f"{what} needs the value of {node.name} ({info(node).source}); {DATA}") from None
         if all(value == values[0] for value in values):
             return values[0]
         shown = f"{node.args[0]}.size({node.args[1]})" if node.target == "size" else node.name

@@ -281,8 +281,7 @@ def _noisy(node: fx.Node, values: list[Tensor]) -> list[Tensor]:
     """The values with the same noise for the same example."""
     spec = info(node).spec
     assert isinstance(spec, TensorSpec) and spec.batch_dim is not None
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(values[0].shape, generator=generator, dtype=torch.float64)
+    drawn = torch.randn(values[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     noise = (drawn if values[0].is_floating_point() or values[0].is_complex() else drawn > 0).to(values[0])
     split = noise.unflatten(spec.batch_dim, (EXAMPLES, spec.rows))
     parts = [split.index_select(spec.batch_dim, torch.tensor(rows, device=noise.device)) for rows in PARTS]

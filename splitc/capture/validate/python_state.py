@@ -90,14 +90,10 @@ class _State:
             self._add_parts(name, value)
 
     def _add_parts(self, name: str, value: Any) -> None:
-        if isinstance(value, Mapping):
+        if isinstance(value, (Mapping, list, tuple, deque)):
             self.found[name] = len(value)
-            for key, item in list(value.items()):
+            for key, item in list(value.items() if isinstance(value, Mapping) else enumerate(value)):
                 self.add(f"{name}[{key!r}]", item)
-        elif isinstance(value, (list, tuple, deque)):
-            self.found[name] = len(value)
-            for k, item in enumerate(value):
-                self.add(f"{name}[{k}]", item)
         elif isinstance(value, (set, frozenset, itertools.count)):
             self.found[name] = repr(sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value)
         elif isinstance(value, random.Random):
@@ -140,5 +136,4 @@ class _State:
 
 def _names_in(code: CodeType) -> frozenset[str]:
     """All names of globals and attributes in a code object and those within it."""
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return frozenset(code.co_names).union(*inner)
+    return frozenset(code.co_names).union(*[_names_in(each) for each in code.co_consts if isinstance(each, CodeType)])

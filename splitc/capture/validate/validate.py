@@ -73,8 +73,7 @@ def validate_capture(program: Program, model: nn.Module, example: Example) -> Pr
         if not widened:
             notes.append("Examples were compared without float64, in which the model does not run.")
         compare = partial(_compare, program, model, example, may_widen=may_widen)
-        draw = partial(data.draw, seed=seed, how=how)
-        guards = with_other_branches(program, model, example, compare, draw)
+        guards = with_other_branches(program, model, example, compare, partial(data.draw, seed=seed, how=how))
         return replace(_with(program, apart, notes), guards=guards, outputs=outputs)
     raise CaptureError(str(failures[-1])) from failures[-1].__cause__
 

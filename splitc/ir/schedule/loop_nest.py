@@ -25,8 +25,7 @@ class Unit:
     @property
     def function(self) -> tuple[str, ...]:
         """What it does in any microbatch; sums of gradients, which are in the last one, aside."""
-        done = (f"{a.verb} {a.value} {a.peer}" for a in self.actions if a.verb not in _LAST)
-        return self.kind, self.role, *done
+        return self.kind, self.role, *(f"{a.verb} {a.value} {a.peer}" for a in self.actions if a.verb not in _LAST)
 
     def is_later(self, other: Unit, by: int) -> bool:
         """Whether this one is the same as the other one in a later microbatch."""

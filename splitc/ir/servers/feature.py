@@ -73,8 +73,7 @@ class Servers(Feature):
 
     def updated(self, program: LoweredProgram, rank: int) -> tuple[float, Collection[str]]:
         served, servers = served_names(program), program.plan.servers
-        nbytes = sum(program.tensors[name].nbytes for name in served)
-        return nbytes / len(servers) if rank in servers else 0.0, served
+        return sum(program.tensors[name].nbytes for name in served) / len(servers) if rank in servers else 0.0, served
 
     def holds(self, program: LoweredProgram, rank: int) -> Iterator[tuple[tuple[int, ...], int]]:
         for stage in program.stages:

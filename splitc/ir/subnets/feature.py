@@ -47,8 +47,7 @@ class Subnets(Feature):
         yield from (Action("fetch_ahead", role=stage.role) for stage in stages if fetches_ahead(stage))
 
     def ends(self, program: LoweredProgram, rank_program: RankProgram) -> Iterator[Action]:
-        stages = program.stages_of(rank_program)
-        yield from (Action("collect", role=stage.role) for stage in stages if stage.dealt)
+        yield from (Action("collect", role=stage.role) for stage in program.stages_of(rank_program) if stage.dealt)
 
     def numel(self, program: PlacedProgram, stage: Stage, name: str, rank: int) -> int | None:
         if name not in stage.dealt:
