@@ -23,14 +23,8 @@ Around = Callable[[Iterable[Step]], Iterator[tuple[Tensor, ...]]]
 """Gives the batches of steps, while the worker's steps have their sizes."""
 
 _OPTIONS = (
-    "drop_last",
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-)
+    "drop_last", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+)  # fmt: skip
 _OF_WORKERS = "prefetch_factor", "persistent_workers"
 
 
@@ -231,8 +225,7 @@ def taken_over(loader: DataLoader[Any]) -> tuple[Any, dict[str, Any]]:
             f"worker.loader divides the examples among the ranks itself; give the dataset, or a DataLoader with "
             f"batch_size= (each reader's) and shuffle=, and without sampler= and batch_sampler="
         )
-    names = (*_OPTIONS, *(_OF_WORKERS if loader.num_workers else ()))
-    reading = {name: getattr(loader, name) for name in names}
+    reading = {name: getattr(loader, name) for name in (*_OPTIONS, *(_OF_WORKERS if loader.num_workers else ()))}
     if not reading["pin_memory"]:
         del reading["pin_memory"]  # torch's default, for which `Loader` has its own
     shuffle = is_random or isinstance(loader.dataset, IterableDataset)

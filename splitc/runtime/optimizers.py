@@ -65,8 +65,7 @@ def make_optimizers(
         scheduled = scheduled or of_none
         for each in made.values() if not is_whole else ():
             require_alike(each, of_none)
-    optimizers = {role: optimizer for role, (optimizer, _) in made.items()}
-    return (optimizers, *(scheduled or (None, [])))
+    return ({role: optimizer for role, (optimizer, _) in made.items()}, *(scheduled or (None, [])))
 
 
 def _check(optimizer: optim.Optimizer, given: Named, found: str | Exception | None) -> None:

@@ -118,8 +118,7 @@ def _copied(origin: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*origin.parameters(), *origin.buffers(), *plain_tensors(origin).values()):
         empty = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(origin, memo)
 
 

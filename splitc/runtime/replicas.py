@@ -118,6 +118,5 @@ def fingerprint(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         size = max(1, min(words.numel(), _PART))
         weights = torch.arange(1, 2 * size, 2, dtype=torch.int32, device=words.device)
         sums = torch.stack([(part * weights[: len(part)]).sum() for part in words.split(size)])
-        odd = torch.arange(1, 2 * len(sums), 2, device=words.device)
-        total += (2 * k + 1) * (sums * odd).sum().to(device)
+        total += (2 * k + 1) * (sums * torch.arange(1, 2 * len(sums), 2, device=words.device)).sum().to(device)
     return total & (2**62 - 1)

@@ -103,5 +103,4 @@ def first_names(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 def named_tensors(stage: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers, under each of their names."""
-    named = (*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False))
-    return dict(named)
+    return dict([*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)])

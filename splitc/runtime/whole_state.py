@@ -138,8 +138,7 @@ def wholes(tables: Iterable[Parts]) -> dict[str, Tensor]:
             found[name] = like
         elif known is None or (known.dim() and known.size(shard.dim) < shard.last):
             shape = [*like.shape[: shard.dim], shard.last, *like.shape[shard.dim + 1 :]]
-            whole = shaped(like.new_empty(math.prod(shape)), like, shape)
-            found[name] = whole.requires_grad_(like.requires_grad)
+            found[name] = shaped(like.new_empty(math.prod(shape)), like, shape).requires_grad_(like.requires_grad)
     return found
 
 

@@ -156,8 +156,7 @@ class Worker(Training):
         the next save, and `close`, wait for it.
         """
         self.recompute_statistics()
-        counts = {"steps": self._steps, "examples": self._examples}
-        self._checkpoints.save(Path(folder), counts, keep, asynchronous)
+        self._checkpoints.save(Path(folder), {"steps": self._steps, "examples": self._examples}, keep, asynchronous)
 
     def resume(self, folder: str | Path) -> int:
         """Go on from the newest checkpoint in a folder; returns the steps made before it.  Collective.

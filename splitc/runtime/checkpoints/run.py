@@ -72,9 +72,8 @@ class Checkpoints:
         if not asynchronous or self._side_group is None or self._writer is None:
             write(disks, counts["steps"], collect, combine, keep)
             return
-        taken = _taken(collect)
         self._writing = self._writer.submit(
-            write, replace(disks, transport=self._side_group), counts["steps"], taken, combine, keep
+            write, replace(disks, transport=self._side_group), counts["steps"], _taken(collect), combine, keep
         )
 
     def wait(self) -> None:

@@ -107,8 +107,7 @@ class Group:
         """All-gather: the members' tensors, of these sizes along `dim`, concatenated; they arrive in one buffer."""
         shapes, shape = [_resized(x, dim, size) for size in sizes], _resized(x, dim, sum(sizes))
         flat = x.new_empty(math.prod(shape))
-        parts = zip(flat.split([*map(math.prod, shapes)]), shapes, strict=True)
-        pieces = [part.view(each) for part, each in parts]
+        pieces = [part.view(each) for part, each in zip(flat.split([*map(math.prod, shapes)]), shapes, strict=True)]
         work = self.transport.all_gather(pieces, x, self.ranks)
         return Arriving(work, lambda: torch.cat(pieces, dim) if dim else flat.view(shape))
 

@@ -136,8 +136,7 @@ class Examples:
 
     def copies(self, module: nn.Module) -> dict[int, Tensor] | None:
         """What a module changes in all microbatches but the last, whose changes stay: see `own_code.with_copies`."""
-        every = self.role.context.copies
-        return None if self.is_last else every.setdefault((id(module), self.microbatch), {})
+        return None if self.is_last else self.role.context.copies.setdefault((id(module), self.microbatch), {})
 
     @property
     def own(self) -> Interval:

@@ -55,8 +55,7 @@ class Subnetworks(Feature):
     comm = SubnetComm
 
     def __post_init__(self) -> None:
-        paths = self.training.spec.recomputed
-        self._norms: list[Any] = [self.training.stage.get_submodule(path) for path in paths]
+        self._norms: list[Any] = [self.training.stage.get_submodule(path) for path in self.training.spec.recomputed]
         self._sample: deque[Batch] = deque(maxlen=_SAMPLE)
 
     @staticmethod

@@ -125,8 +125,7 @@ def store(tensor: Tensor, places: Places, values: Tensor, add: bool = False) -> 
     index = torch.tensor(at, device=tensor.device)
     values = values.view(shape_of(tensor, places))
     for other, found in others:
-        rows = tensor.index_select(dim, index)
-        values = rows.index_copy_(other, torch.tensor(found, device=tensor.device), values)
+        values = tensor.index_select(dim, index).index_copy_(other, torch.tensor(found, device=tensor.device), values)
     (tensor.index_add_ if add else tensor.index_copy_)(dim, index, values)
 
 

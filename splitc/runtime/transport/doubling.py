@@ -45,9 +45,7 @@ def sent_bytes(nbytes: int, index: int, n: int) -> int:
     """Payload bytes that the member at position `index` of `n` sends to sum tensors of `nbytes`."""
     doublings = n.bit_length() - 1
     surplus = n - (1 << doublings)
-    if index >= 1 << doublings:
-        return nbytes
-    return nbytes * (doublings + (index < surplus))
+    return nbytes if index >= 1 << doublings else nbytes * (doublings + (index < surplus))
 
 
 class _Doubling:

@@ -155,10 +155,8 @@ class Mailbox:
             raise PeerLost(f"rank {rank} waited {self._timeout} s: {wait.what()}")
 
     def _find_deadlock(self) -> None:
-        stuck = len(self._waiting) + len(self._finished) == self.world
-        if self.error is not None or not self._waiting or not stuck:
-            return
-        if any(wait.ready() for wait in self._waiting.values()):
+        stuck = self._waiting and len(self._waiting) + len(self._finished) == self.world
+        if self.error is not None or not stuck or any(wait.ready() for wait in self._waiting.values()):
             return
         lines = [
             f"  rank {rank} " + (f"waits: {self._waiting[rank].what()}" if rank in self._waiting else "has finished")

@@ -216,8 +216,7 @@ class _Recorded:
         waits = tuple((seconds(begin), seconds(ended)) for begin, ended in self._waits)
         ends = [waits[0][1]] if waits else []
         ends += [seconds(self._completed)] if self._completed is not None else []
-        completed = min(ends, default=end)
-        return replace(self._operation, issued=seconds(self._issued), completed=completed, waits=waits)
+        return replace(self._operation, issued=seconds(self._issued), completed=min(ends, default=end), waits=waits)
 
 
 def _host() -> str:

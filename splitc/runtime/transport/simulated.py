@@ -6,6 +6,7 @@ The ranks share one `Mailbox`, which detects messages and collectives that will 
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -96,13 +97,10 @@ class SimulatedTransport(Transport):
             _snapshot(tensor) if self.rank == src else None,
             lambda contributions: contributions[ranks.index(src)],
         )
-        if self.rank == src:
-            return _Once(result)
-        return _Once(lambda: tensor.detach().copy_(result()))
+        return _Once(result if self.rank == src else lambda: tensor.detach().copy_(result()))
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
-        what = f"all_gather {describe_all(outputs)}"
-        result = self._mailbox.join(self.rank, ranks, what, _snapshot(tensor), list)
+        result = self._mailbox.join(self.rank, ranks, f"all_gather {describe_all(outputs)}", _snapshot(tensor), list)
 
         def fill() -> None:
             for output, piece in zip(outputs, result(), strict=True):
@@ -133,8 +131,7 @@ class SimulatedTransport(Transport):
 
     def _join_all(self, what: str, contribution: Any) -> list[Any]:
         """The contributions of all ranks, once all have joined."""
-        everyone = tuple(range(self.world))
-        contributions: list[Any] = self._mailbox.join(self.rank, everyone, what, contribution, list)()
+        contributions: list[Any] = self._mailbox.join(self.rank, tuple(range(self.world)), what, contribution, list)()
         return contributions
 
 
@@ -159,7 +156,4 @@ def _maximum(parts: list[Tensor]) -> Tensor:
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total += part
-    return total
+    return reduce(torch.add, parts)
