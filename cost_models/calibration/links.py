@@ -45,10 +45,7 @@ _WHOLE = 0.75  # of the time for collectives, for those of all ranks: large sums
 
 
 def measure_links(
-    transport: Transport,
-    budget: float,
-    progress: Progress = no_progress,
-    ranks_per_host: int | None = None,
+    transport: Transport, budget: float, progress: Progress = no_progress, ranks_per_host: int | None = None
 ) -> LinkSamples:
     """Time the links between the ranks of `transport`: collective, and the result is the same on every rank.
 

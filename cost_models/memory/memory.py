@@ -61,10 +61,7 @@ def gradient_nbytes(tensors: Iterable[StateTensor]) -> int:
 
 
 def rank_memory(
-    tensors: Iterable[StateTensor],
-    saved: float,
-    communication: float = 0.0,
-    optimizer_copies: int = 1,
+    tensors: Iterable[StateTensor], saved: float, communication: float = 0.0, optimizer_copies: int = 1
 ) -> RankMemory:
     """Return the memory of a rank that holds `tensors`, each tied tensor once.
 

@@ -12,11 +12,7 @@ from splitc.passes.planner.request import Request
 
 
 def build_plan(
-    request: Request,
-    strategy: str,
-    division: Division,
-    chosen: Mapping[str, Option],
-    exact: bool = True,
+    request: Request, strategy: str, division: Division, chosen: Mapping[str, Option], exact: bool = True
 ) -> Plan:
     """The plan of `division` in which every layer runs by its option.
 

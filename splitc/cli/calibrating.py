@@ -107,11 +107,7 @@ def _measure(args: argparse.Namespace, output: Path) -> None:
     about = f"measuring for about {args.budget:g} s"
     with Step(about, args.quiet or transport.rank != 0) as step:
         found = measure(
-            transport,
-            args.budget,
-            lambda what: step.now(f"{about}: {what}"),
-            separate=args.separate,
-            name=output.stem,
+            transport, args.budget, lambda what: step.now(f"{about}: {what}"), separate=args.separate, name=output.stem
         )
     if transport.rank == 0:
         write_file("-o", output, to_toml(found.cluster))

@@ -17,14 +17,7 @@ from splitc.cost_models.calibration.correction import factors_of
 from splitc.cost_models.simulation.trace import chrome_trace
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
-from splitc.report.measurement import (
-    WIDTH,
-    Measurement,
-    as_json,
-    as_text,
-    factors_in_words,
-    read_measurement,
-)
+from splitc.report.measurement import WIDTH, Measurement, as_json, as_text, factors_in_words, read_measurement
 from splitc.runtime.transport.phases import WARM_UP
 
 STEPS = 10

@@ -60,19 +60,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="splitc",
-        description="Compile a PyTorch model into one program for each rank.",
-        epilog=epilog(),
+        prog="splitc", description="Compile a PyTorch model into one program for each rank.", epilog=epilog()
     )
     parser.add_argument("--version", action="version", version=f"splitc {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for name, (text, add_options) in _COMMANDS.items():
         command: Parser = commands.add_parser(
-            name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
-            epilog=epilog(name),
-            add_help=name != "demo",
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=epilog(name), add_help=name != "demo"
         )
         command.set_defaults(parser=command)
         add_options(command.add_argument)

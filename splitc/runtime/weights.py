@@ -35,10 +35,7 @@ def part_of(tensor: Tensor, shard: Shard | None) -> Tensor:
 
 
 def build(
-    stage_class: Any,
-    weights: Mapping[str, Tensor],
-    device: torch.device,
-    shards: Mapping[str, Shard] | None = None,
+    stage_class: Any, weights: Mapping[str, Tensor], device: torch.device, shards: Mapping[str, Shard] | None = None
 ) -> nn.Module:
     """Construct a stage on `device` with copies of its `weights`, in their dtypes; tied parameters stay tied.
 

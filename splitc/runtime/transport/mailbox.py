@@ -77,12 +77,7 @@ class Mailbox:
         return receive
 
     def join(
-        self,
-        rank: int,
-        ranks: tuple[int, ...],
-        asked: str,
-        contribution: Any,
-        combine: Callable[[list[Any]], Any],
+        self, rank: int, ranks: tuple[int, ...], asked: str, contribution: Any, combine: Callable[[list[Any]], Any]
     ) -> Callable[[], Any]:
         """Join the next collective of `ranks`; the function returned waits for its result.
 
