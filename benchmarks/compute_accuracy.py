@@ -24,7 +24,7 @@ from splitc.cli.options import positive
 from splitc.cost_models.calibration.device_fit import fit_rates
 from splitc.cost_models.calibration.devices import time_microbenchmarks
 from splitc.cost_models.calibration.microbenchmarks import Microbenchmark, microbenchmarks
-from splitc.cost_models.compute.roofline import backward_seconds, forward_seconds
+from splitc.cost_models.compute.roofline import layer_seconds
 from splitc.errors import SplitcError
 from splitc.ir.cluster import Device
 from splitc.ir.program import Program
@@ -114,11 +114,8 @@ def _as_microbenchmark(name: str, file: ModelFile) -> Microbenchmark:
 
 
 def _predicted(program: Program, device: Device) -> tuple[float, float]:
-    costs = [line.at(program.batch) for line in program.costs.values()]
-    forward, backward = (
-        sum(price(cost, device, "float32") for cost in costs) for price in (forward_seconds, backward_seconds)
-    )
-    return forward, backward
+    seconds = [layer_seconds(line.at(program.batch), device, "float32") for line in program.costs.values()]
+    return sum(forward for forward, _ in seconds), sum(backward for _, backward in seconds)
 
 
 def _parser() -> argparse.ArgumentParser:

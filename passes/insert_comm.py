@@ -125,7 +125,6 @@ def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Ite
     if all(_reads_size(user) for user in value.users if info(user).role == role):
         return  # only sizes read it there; `_rebase_sizes` finds them another tensor
     producer = info(value).role
-    local = plan.is_local(producer, role)
     if not isinstance(spec, TensorSpec) or spec.batch_dim is None:
         raise InternalError(
             f"{value.name} ({info(value).source}) was cut, but its examples cannot be told apart: {spec}"
@@ -134,7 +133,7 @@ def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Ite
     source = str(value.target) if value.op == "placeholder" else value.name
     gradient = spec.requires_grad and any(_may_return(user) for user in value.users if info(user).role == role)
     sent = unflattened(graph, value) if info(value).outer > 1 else value
-    cut = Cut(name, source, producer, role, tensor_spec(sent), gradient, sent=not local)
+    cut = Cut(name, source, producer, role, tensor_spec(sent), gradient, sent=not plan.is_local(producer, role))
     got = carry(graph, sent, cut, last_of_inputs(sent))
     if sent is not value:
         reader = next(user for user in value.users if info(user).role == role)

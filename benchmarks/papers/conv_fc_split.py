@@ -63,7 +63,7 @@ class ConvFcSplit:
 
     def seconds(self, layers: Iterable[str], batch: int, device: Device, dtype: str = "float32") -> float:
         """Seconds of forward and backward.  Raises CostError if the device has no rate for `dtype`."""
-        return sum(layer_seconds(self.program.costs[layer].at(batch), device, dtype) for layer in layers)
+        return sum(sum(layer_seconds(self.program.costs[layer].at(batch), device, dtype)) for layer in layers)
 
 
 def conv_fc_split(program: Program, fc: Collection[str] | None = None) -> ConvFcSplit:

@@ -21,10 +21,7 @@ def computing(timer: RankTimer, budget: float) -> tuple[Overlap, ...]:
     """Time matrix products on every rank, alone and while all ranks sum a tensor."""
     timer.progress("computing beside transfers")
     once = timer.seconds(range(timer.world), lambda: _products(timer, 10), budget / 10) / 10
-    overlaps: list[Overlap] = []
-    for nbytes in MESSAGES:
-        overlaps += _beside(timer, nbytes, once, budget / len(MESSAGES))
-    return tuple(overlaps)
+    return tuple(each for nbytes in MESSAGES for each in _beside(timer, nbytes, once, budget / len(MESSAGES)))
 
 
 def _products(timer: RankTimer, times: int) -> float:

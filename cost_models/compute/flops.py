@@ -149,9 +149,8 @@ def _new_functions(value: Any, known: Container[GradFn]) -> Iterator[GradFn]:
 def _region_ops(own: OwnCode, batch: int) -> list[OpCost]:
     """The forward of a region as it was counted on a few examples, and its estimated backward."""
     small, large = own.costs
-    pairs = merged_pairs(small.ops, large.ops)
     t = (batch - small.batch) / (large.batch - small.batch)
-    forward = [a.along(b, t) for a, b in pairs]
+    forward = [a.along(b, t) for a, b in merged_pairs(small.ops, large.ops)]
     return forward + [replace(_estimated_backward(op), unknown=op.unknown) for op in forward]
 
 

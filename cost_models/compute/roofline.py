@@ -22,22 +22,12 @@ from splitc.ir.cluster import Device
 from splitc.ir.costs import LayerCost, OpCost
 
 
-def layer_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
-    """Seconds of forward and backward of `cost` in `dtype` ("float32").
+def layer_seconds(cost: LayerCost, device: Device, dtype: str) -> tuple[float, float]:
+    """Seconds of the forward, and of the backward, of `cost` in `dtype` ("float32").
 
     Raises CostError when the device has no FLOP rate for `dtype` and the layer computes.
     """
-    return forward_seconds(cost, device, dtype) + backward_seconds(cost, device, dtype)
-
-
-def forward_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
-    """Seconds of a layer's forward; raises as `layer_seconds`."""
-    return ops_seconds(cost.forward_ops, device, dtype)
-
-
-def backward_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
-    """Seconds of a layer's backward; raises as `layer_seconds`."""
-    return ops_seconds(cost.backward_ops, device, dtype)
+    return ops_seconds(cost.forward_ops, device, dtype), ops_seconds(cost.backward_ops, device, dtype)
 
 
 def ops_seconds(ops: Iterable[OpCost], device: Device, dtype: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from splitc.cost_models.compute.dtypes import layer_dtypes
-from splitc.cost_models.compute.roofline import backward_seconds, forward_seconds
+from splitc.cost_models.compute.roofline import layer_seconds
 from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer
 from splitc.cost_models.simulation.paths import Paths
 from splitc.ir.cluster import Cluster, Device
@@ -49,15 +49,12 @@ class Prices:
         """Return the forward and backward time of a whole layer (s)."""
         key = layer, batch, id(device)
         if key not in self._seconds:
-            cost, dtype = self.program.costs[layer].at(batch), self._dtypes[layer]
-            self._seconds[key] = forward_seconds(cost, device, dtype), backward_seconds(cost, device, dtype)
+            self._seconds[key] = layer_seconds(self.program.costs[layer].at(batch), device, self._dtypes[layer])
         return self._seconds[key]
 
     def transfer(self, rank: int, op: WireOp) -> Transfer:
         """Return the transfer that the next operation of `rank` with this payload and these ranks is an end of."""
-        ends = op.ranks
-        if op.kind != "collective":
-            ends = (rank, op.ranks[0]) if op.kind == "send" else (op.ranks[0], rank)
+        ends = {"send": (rank, op.ranks[0]), "recv": (op.ranks[0], rank)}.get(op.kind, op.ranks)
         own = rank, op.kind, op.payload, op.ranks[0]
         nth = self._counts[own] = self._counts.get(own, -1) + 1
         key = op.payload, ends[0], ends[-1], nth

@@ -59,15 +59,12 @@ class Programs:
 
     def _kind(self, rank: int) -> Hashable:
         plan, program = self._plan, self._prices.program
-        works = bool(plan.duties(rank))
-        sizes = []
-        for role in plan.roles_of(rank):
-            group = plan.group(role, rank)
-            sizes.append((group.index(rank), *self._sizes(role, group[0])))
+        groups = [(role, plan.group(role, rank)) for role in plan.roles_of(rank)]
+        sizes = tuple((group.index(rank), *self._sizes(role, group[0])) for role, group in groups)
         ops = tuple(_without_ranks(op) for op in wire(program, rank))
         alone = rank if any(feature.is_apart(plan, rank) for feature in features()) else None
-        name = program.rank_program(rank).name if works else ""
-        return name, id(self._prices.cluster.device_of(rank)), tuple(sizes), alone, ops
+        name = program.rank_program(rank).name if plan.duties(rank) else ""
+        return name, id(self._prices.cluster.device_of(rank)), sizes, alone, ops
 
 
 def _without_ranks(op: WireOp) -> Hashable:

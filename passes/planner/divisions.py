@@ -7,7 +7,7 @@ other ranks and other shares.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -58,6 +58,7 @@ class Division:
 
     roles: tuple[Role, ...]
     order: Order = AT_ONCE
+    _messages: dict[tuple[int, int], int] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def global_batch(self) -> int:
@@ -90,10 +91,6 @@ class Division:
             here, there = self.roles[a].bounds, self.roles[b].bounds
             self._messages[a, b] = max(_met(here, there), _met(there, here), 1)
         return self._messages[a, b]
-
-    @cached_property
-    def _messages(self) -> dict[tuple[int, int], int]:
-        return {}
 
     def is_local(self, a: int, b: int) -> bool:
         """Whether nothing travels between two roles."""

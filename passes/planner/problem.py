@@ -174,6 +174,7 @@ def _alone(chosen: Mapping[str, Option]) -> dict[str, list[tuple[Option, Any]]]:
     return {layer: [(option, 1)] for layer, option in chosen.items()}
 
 
+@dataclass(eq=False)
 class Equations:
     """The equations, in x and z that are 0 or 1, or variables of a solver.
 
@@ -181,14 +182,10 @@ class Equations:
     Seconds are counted in units of 1 / `scale`.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        runs: Mapping[str, Sequence[tuple[Option, Any]]],
-        moved: Sequence[tuple[Value, Place, Place, Any]],
-        scale: float = 1.0,
-    ) -> None:
-        self.problem, self.runs, self.moved, self._scale = problem, runs, moved, scale
+    problem: Problem
+    runs: Mapping[str, Sequence[tuple[Option, Any]]]
+    moved: Sequence[tuple[Value, Place, Place, Any]]
+    scale: float = 1.0
 
     def total(self, terms: Iterable[Any]) -> Any:
         """The sum of many terms."""
@@ -201,11 +198,11 @@ class Equations:
     def step(self) -> Any:
         """The seconds of a step: equations (1) and (2)."""
         problem, m = self.problem, self.problem.pieces
-        path = [self._scale * (option.computing + option.moving) * x for option, x in self._in()]
-        path += [self._scale * value.moves[s, t].seconds * z for value, s, t, z in self.moved]
+        path = [self.scale * (option.computing + option.moving) * x for option, x in self._in()]
+        path += [self.scale * value.moves[s, t].seconds * z for value, s, t, z in self.moved]
         load = self.total(self._load(direction) for direction in ("forward", "backward")) if m > 1 else 0
         exposed = self.total(self._left(where) for where in problem.classes)
-        exposed += self.total(self._scale * option.updating * x for option, x in self._in() if option.updating)
+        exposed += self.total(self.scale * option.updating * x for option, x in self._in() if option.updating)
         return self.total(path) / m + (1 - 1 / m) * load + exposed / problem.accumulate
 
     def _in(self, where: int | None = None) -> list[tuple[Option, Any]]:
@@ -222,7 +219,7 @@ class Equations:
             moved = [(v.moves[s, t], z) for v, s, t, z in self.moved if where in (ranks[s[0]], ranks[t[0]])]
             loads.append([(getattr(option, direction), x) for option, x in own])
             loads.append([(getattr(each, name), x) for each, x in (*own, *moved)])
-        terms = [self.total(self._scale * seconds * x for seconds, x in load if seconds) for load in loads]
+        terms = [self.total(self.scale * seconds * x for seconds, x in load if seconds) for load in loads]
         return self.highest(f"load[{direction}]", terms)
 
     def _left(self, where: int) -> Any:
@@ -233,10 +230,10 @@ class Equations:
             sends = any(option.syncing for option, _ in own)
             if not own or not (sends or left is not None):
                 continue
-            syncing = self.total(self._scale * option.syncing * x for option, x in own)
+            syncing = self.total(self.scale * option.syncing * x for option, x in own)
             terms: list[Any] = []
             if left is not None:
-                hidden = self._scale / problem.pieces if problem.overlap else 0.0
+                hidden = self.scale / problem.pieces if problem.overlap else 0.0
                 terms.append(left - self.total(hidden * option.backward * x for option, x in own) + syncing)
             left = self.highest(f"left[{where},{layer}]", [*terms, syncing] if sends else terms)
         return 0 if left is None else left

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from itertools import pairwise
 
 from splitc.cost_models.compute.dtypes import layer_dtypes
-from splitc.cost_models.compute.roofline import backward_seconds, forward_seconds
+from splitc.cost_models.compute.roofline import layer_seconds
 from splitc.cost_models.memory.memory import gradient_nbytes, rank_memory
 from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling, ring_all_reduce
 from splitc.ir.cluster import Cluster, Device, Link
@@ -36,6 +36,7 @@ class Request:
     the device's.  optimizer_copies: copies of the parameters in the optimizer's state.  time_limit: of the search (s).
     all_reduce: its algorithm, "backend" or "recursive_doubling".  order: that is asked for.
     accumulate: batches to an update.
+    options: what all a role depends on -> layer -> the ways to run it there.  simulated: a plan's hash -> its step (s).
     """
 
     program: Program
@@ -49,6 +50,10 @@ class Request:
     all_reduce: str = "backend"
     order: Order = AT_ONCE
     accumulate: int = 1
+    options: dict[object, dict[str, tuple[Option, ...]]] = field(default_factory=dict, init=False, compare=False)
+    simulated: dict[str, float] = field(default_factory=dict, init=False, compare=False)
+    _times: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict, init=False, compare=False)
+    _devices: dict[tuple[int, int], Device] = field(default_factory=dict, init=False, compare=False)
 
     def all_reduce_seconds(self, nbytes: float, *groups: Sequence[int]) -> float:
         """Summing `nbytes` over the ranks of a group, while other groups of as many ranks do the same.
@@ -70,15 +75,10 @@ class Request:
     def _doubling(self) -> bool:
         return self.all_reduce == "recursive_doubling"
 
-    def _link_over(self, rings: bool, groups: tuple[Sequence[int], ...]) -> Link:
-        """The cluster's, looked up once."""
-        if (rings, groups) not in self._links:
-            self._links[rings, groups] = self.cluster.link_over(*groups, rings=rings)
-        return self._links[rings, groups]
-
     @cached_property
-    def _links(self) -> dict[tuple[bool, tuple[Sequence[int], ...]], Link]:
-        return {}
+    def _link_over(self) -> Callable[[bool, tuple[Sequence[int], ...]], Link]:
+        """The cluster's, looked up once."""
+        return cache(lambda rings, groups: self.cluster.link_over(*groups, rings=rings))
 
     def role_names(self, count: int) -> tuple[str, ...]:
         """The names of `count` roles, in the order in which data passes through them."""
@@ -112,28 +112,13 @@ class Request:
         """Seconds of the forward and of the backward of `batch` examples on a device of the cluster."""
         key = layer, batch, id(device)
         if key not in self._times:
-            cost, dtype = self.program.costs[layer].at(batch), self.dtypes[layer]
-            self._times[key] = forward_seconds(cost, device, dtype), backward_seconds(cost, device, dtype)
+            self._times[key] = layer_seconds(self.program.costs[layer].at(batch), device, self.dtypes[layer])
         return self._times[key]
-
-    @cached_property
-    def _times(self) -> dict[tuple[str, int, int], tuple[float, float]]:
-        return {}
-
-    @cached_property
-    def options(self) -> dict[object, dict[str, tuple[Option, ...]]]:
-        """What all a role depends on -> layer -> the ways to run it there."""
-        return {}
 
     @cached_property
     def deadline(self) -> float:
         """By the clock `time.monotonic`; from the first time that it is asked for."""
         return time.monotonic() + self.time_limit
-
-    @cached_property
-    def simulated(self) -> dict[str, float]:
-        """Hash of a plan -> its simulated step (s)."""
-        return {}
 
     def group_link(self, groups: tuple[Sequence[int], ...]) -> Link:
         """The link that collectives of all `groups` run on at once."""
@@ -148,10 +133,6 @@ class Request:
         """`Cluster.device_of`, the same object for all ranks of a kind."""
         key = self.cluster.kind_of(rank), computing
         return self._devices.setdefault(key, self.cluster.device_of(rank, computing))
-
-    @cached_property
-    def _devices(self) -> dict[tuple[int, int], Device]:
-        return {}
 
     def live(self, batch: int, later: int = 0) -> int:
         """The most of `batch` examples whose activations a rank keeps at once, with `later` roles after its own."""
