@@ -275,10 +275,9 @@ class Training:
 
     def _context(self, training: bool, is_first: bool = True, is_last: bool = True) -> StepContext:
         """Of the next step, whose batch was checked."""
-        compiled = self.rank.spec.batch_offsets
         number, before = self._steps // self._accumulate, self._examples if training else 0
         own = self._seed, number, training, is_first, is_last, before
-        context = StepContext(compiled, self.batch_offsets, *own, loss_scale=self.loss_scale)
+        context = StepContext(self.rank.spec.batch_offsets, self.batch_offsets, *own, loss_scale=self.loss_scale)
         return reduce(lambda context, feature: feature.describe(context), self._features, context)
 
     def _checked(self, batch: tuple[Any, ...]) -> tuple[Tensor, ...]:

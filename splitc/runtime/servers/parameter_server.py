@@ -98,7 +98,6 @@ class Server:
         parts = [local if local is not None and worker == self._rank else _empty(rows) for worker in workers]
         assert local is not None or self._rank not in workers, "a server on a worker's rank receives while it pushes"
         receives = ((part, worker) for part, worker in zip(parts, workers, strict=True) if worker != self._rank)
-        works = [self._messages.transport.irecv(part, worker) for part, worker in receives]
 
         def summed() -> Tensor:
             """In rank order, as views of one tensor."""
@@ -110,7 +109,7 @@ class Server:
                 row.grad = shaped(flat(gradient, row), row) if somewhere else None
             return total
 
-        return Arriving(AllOf(works), summed)
+        return Arriving(AllOf([self._messages.transport.irecv(part, worker) for part, worker in receives]), summed)
 
     def send_all(self, served: Served, workers: Mapping[str, Sequence[int]]) -> None:
         """Send all rows to the workers, in the order in which forward reads them."""
