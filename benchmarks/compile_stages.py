@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "transformer": ({"width": 192, "depth": 4, **WORDS}, {"batch": 8, **WORDS}, {"batch": 8, **WORDS}),
     "vgg16": ({"width": 0.25}, {"batch": 8, "image": 64}, {"batch": 8}),
     "vgg19": ({"width": 0.25}, {"batch": 8, "image": 64}, {"batch": 8}),
-    "cnn": ({}, {}, {}),
 }
-"""Model file of `examples` -> sizes of its model, example and target that suit two cores; and a model of this file."""
+"""Model file of `examples` -> sizes of its model, example and target that suit two cores."""
 
 WARM_UP, STEPS = 4, 20
 
@@ -62,13 +62,39 @@ class CNN(nn.Module):
         return scores
 
 
+class Encoder(nn.Module):
+    """Four blocks of a transformer with dropout, without tables: 0.8 M parameters."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        options: Any = {"activation": "gelu", "norm_first": True, "batch_first": True}
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, **options) for _ in range(4)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        scores: Tensor = self.head(x.mean(1))
+        return scores
+
+
+OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "cnn": (CNN, (16, 3, 64, 64)),
+    "encoder": (Encoder, (16, 64, 128)),
+}
+"""Models of this file, and the shapes of their examples."""
+
+
 def build(name: str, world: int, folder: Path) -> None:
     """Compile a model for data parallelism."""
-    of_model, of_example, of_target = MODELS[name]
-    if name == "cnn":
-        given: tuple[Any, ...] = CNN(), (torch.randn(16, 3, 64, 64),), torch.arange(16) % 10
+    if name in OWN:
+        make, shape = OWN[name]
+        given: tuple[Any, ...] = make(), (torch.randn(shape),), torch.arange(shape[0]) % 10
         loss: Any = nn.functional.cross_entropy
     else:
+        of_model, of_example, of_target = MODELS[name]
         file = importlib.import_module(f"examples.{name}")
         given = file.model(**of_model), file.example(**of_example), file.target(**of_target)
         loss = file.loss
@@ -104,7 +130,7 @@ def rank(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], metavar="NAME")
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *OWN], default=[*MODELS, *OWN], metavar="NAME")
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2], metavar="N")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
