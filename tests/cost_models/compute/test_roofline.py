@@ -101,9 +101,9 @@ def test_a_layer_is_the_sum_of_its_ops_each_bound_by_its_own() -> None:
     backward = OpCost("mm", "matmul", True, 200.0, 16.0, 2)
     layer = LayerCost(1, (PRODUCT, moving, backward), 0.0)
     device = replace(CPU, overlap=1.0)
-    forward, backward = layer_seconds(layer, device, "float32")
-    assert forward == pytest.approx((2 + 0.01) + (10 + 0.01))
-    assert backward == pytest.approx(4 + 0.02)
+    ahead, back = layer_seconds(layer, device, "float32")
+    assert ahead == pytest.approx((2 + 0.01) + (10 + 0.01))
+    assert back == pytest.approx(4 + 0.02)
 
 
 def test_equal_ops_cost_as_much_together_as_one_by_one() -> None:
