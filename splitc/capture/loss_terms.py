@@ -161,13 +161,12 @@ class LossTerms:
     def _denominator(self, node: fx.Node) -> None:
         # The batch size is one of the parts too, of which a rank has its own.
         parts = [n for n in node.all_input_nodes if n in self.batched]
+        self._globals.add(node)
         if parts and all(map(_is_scalar, parts)):
-            self._globals.add(node)
             for value in parts:
                 self._denominator(value)
         else:
             self._denominators[node] = None
-            self._globals.add(node)
 
     def _find_couplings(self) -> None:
         for node in self.upstream:

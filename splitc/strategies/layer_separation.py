@@ -38,9 +38,7 @@ class LayerSeparation(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ranks is None:
-            return
-        if self.n_c is not None or self.n_f is not None:
+        if self.ranks is not None and (self.n_c is not None or self.n_f is not None):
             raise PlacementError("layer_separation: ranks says how many each role has; leave n_c and n_f out")
 
     @property
@@ -88,9 +86,7 @@ class LayerSeparation(Strategy):
 
 def separated(request: Request, sizes: tuple[int, ...]) -> Division:
     """Roles of so many consecutive ranks."""
-    starts, bounds = [0, *accumulate(sizes)], [request.bounds(sizes[0])]
-    for size in sizes[1:]:
-        bounds.append(serve(bounds[-1], size))
+    starts, bounds = [0, *accumulate(sizes)], accumulate(sizes[1:], serve, initial=request.bounds(sizes[0]))
     ranks = [tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
     return Division(tuple(Role(*each) for each in zip(ranks, bounds, strict=True)))
 

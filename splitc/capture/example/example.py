@@ -261,12 +261,8 @@ def _arguments(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], tuple[
     """The inputs by the names of `model.forward`'s parameters, and those of them that are given by position."""
     signature = inspect.signature(model.forward)
     try:
-        if isinstance(inputs, Mapping):
-            bound = signature.bind(**inputs)
-        elif isinstance(inputs, (tuple, list)):
-            bound = signature.bind(*inputs)
-        else:
-            bound = signature.bind(inputs)
+        given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        bound = signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*given)
     except TypeError as error:
         raise CaptureError(
             f"the example does not fit {type(model).__name__}.forward{signature}: {error}; give example=(tensor, ...) "

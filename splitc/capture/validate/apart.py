@@ -88,12 +88,11 @@ class Apart:
             try:
                 if k and self._is_known(node):
                     value = self._rows(node, values[0], k)
-                else:
+                elif is_region(node):
                     whole = self.program.part is None
-                    if is_region(node):
-                        value = ran(node, runner, whole and not k, self.flattened, self._draws if whole else None)
-                    else:
-                        value = runner.run_node(node)
+                    value = ran(node, runner, whole and not k, self.flattened, self._draws if whole else None)
+                else:
+                    value = runner.run_node(node)
             except Couples as error:
                 self.couplings[node] = str(error)
                 return
