@@ -6,7 +6,7 @@ ROUNDS  = 20
 PARALLEL = -n auto --dist loadfile --no-loadscope-reorder
 
 VENV   := .venv
-RUN    := $(VENV)/bin/python -m
+RUN    := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
