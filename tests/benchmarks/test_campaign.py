@@ -154,6 +154,7 @@ def test_the_table_is_made_again_from_a_file(tmp_path: Path, capsys: pytest.Capt
     assert "error: cannot read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plans_of_an_earlier_campaign_are_predicted_again_on_its_clusters(tmp_path: Path) -> None:
     model = tmp_path / "tiny_perceptron.py"
     model.write_text(MODEL)

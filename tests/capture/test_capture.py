@@ -26,6 +26,7 @@ def test_the_graph_computes_the_models_loss_and_gradients_at_any_batch(cases: li
         captured(*CASES[name].make())
 
 
+@pytest.mark.slow
 def test_specs_know_the_batch_dimension_of_every_value() -> None:
     program = capture(Recurrent(), sequences()(), labels()(), F.cross_entropy)
     specs: dict[str, Any] = {n.name: info(n).spec for n in program.graph.nodes}
@@ -36,6 +37,7 @@ def test_specs_know_the_batch_dimension_of_every_value() -> None:
     assert specs["cross_entropy"] == TensorSpec((), torch.float32, None, True)
 
 
+@pytest.mark.slow
 def test_specs_know_how_many_rows_an_example_has_and_what_is_a_size() -> None:
     program = capture(*CASES["language_model"].make())
     rows = tensor_spec(node(program, "view_6")) if "view_6" in {n.name for n in program.graph.nodes} else None
@@ -126,6 +128,7 @@ def test_running_statistics_are_kept_also_where_the_loss_does_not_use_the_value(
     assert "aux.running_mean" in program.tensors and not program.tensors["aux.weight"].requires_grad
 
 
+@pytest.mark.slow
 def test_batchnorm_in_evaluation_mode_stays_so() -> None:
     model = SmallVGG()
     model(torch.randn(8, 3, 8, 8))
@@ -135,6 +138,7 @@ def test_batchnorm_in_evaluation_mode_stays_so() -> None:
     assert names["features_1"].target is F.batch_norm and names["features_5"].op == "call_module"
 
 
+@pytest.mark.slow
 def test_a_model_in_evaluation_mode_is_captured_without_its_dropout() -> None:
     program = captured(SmallVGG().eval(), images()(), labels()(), F.cross_entropy)
     assert not any(n.op == "call_module" and n.target == "features.1" for n in program.graph.nodes)

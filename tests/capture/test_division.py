@@ -123,6 +123,7 @@ def test_what_is_divided_as_the_user_says_trains_as_one_process(model: nn.Module
     assert program.verify(dtype=torch.float64).holds
 
 
+@pytest.mark.slow
 def test_jagged_batches_of_any_sizes_train_and_evaluate_as_in_one_process() -> None:
     model = Bag()
     program = made(copy.deepcopy(model), BAGS, of_bags, global_batch=4)
@@ -181,6 +182,7 @@ def losses_of(model: nn.Module, lengths: list[int]) -> CompiledProgram:
     return program
 
 
+@pytest.mark.slow
 def test_losses_that_a_divided_model_returns_are_measured() -> None:
     assert losses_of(Scored(), [3, 1, 4, 2, 5, 2]).verify(dtype=torch.float64).holds
     for lengths, why in (

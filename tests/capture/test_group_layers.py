@@ -90,6 +90,7 @@ def test_a_parameter_used_by_a_function_makes_a_layer_named_after_its_module() -
     )
 
 
+@pytest.mark.slow
 def test_a_tied_parameter_is_held_by_each_layer_that_uses_it() -> None:
     program = capture(*CASES["language_model"].make())
     assert "wte.weight" in program.layer("wte").tensors

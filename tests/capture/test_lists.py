@@ -142,6 +142,7 @@ def test_lists_that_ranks_cannot_train_on_apart_are_refused_by_name(model: nn.Mo
         made(model, example=example)
 
 
+@pytest.mark.slow
 def test_tensors_of_one_size_in_the_example_have_it_in_training() -> None:
     """So a mean over all boxes is one over images: with other numbers of boxes it is none, and is refused."""
     program = made(Detector(whole=True), example=collate([image(k, boxes=2) for k in range(6)]))

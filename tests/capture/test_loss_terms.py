@@ -108,6 +108,7 @@ QUOTIENTS: dict[str, Loss] = {
 }
 
 
+@pytest.mark.slow
 @in_tiers("cases", QUOTIENTS, one_in=4)
 def test_a_denominator_is_found_however_it_is_written(cases: list[Any]) -> None:
     for name in cases:

@@ -69,11 +69,13 @@ class Odd(nn.Module):
         raise NotImplementedError
 
 
+@pytest.mark.slow
 @sampled("strategy", ["layer_separation", "hybrid_single"], one_in=2)
 def test_nested_inputs_train_as_in_one_process(strategy: str) -> None:
     assert compiled(Net(), nested(), None, None, 2, strategy).verify(dtype=torch.float64).holds
 
 
+@pytest.mark.slow
 def test_a_step_takes_the_nested_batch_by_position_or_name_or_its_tensors() -> None:
     torch.manual_seed(0)
     model, batch = Net(), nested(8)
@@ -135,6 +137,7 @@ class Returning(nn.Module):
         return self.returned(F.cross_entropy(logits, labels), logits)
 
 
+@pytest.mark.slow
 def test_the_loss_is_found_in_what_the_model_returns() -> None:
     for name in RETURNED:
         program = captured(Returning(RETURNED[name]), (torch.randn(4, 6), torch.randint(0, 5, (4,))))

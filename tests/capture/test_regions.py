@@ -48,6 +48,7 @@ def test_the_smallest_module_around_a_line_is_a_region_and_the_rest_is_traced() 
     assert not program.tensors["middle.0.scale"].persistent
 
 
+@pytest.mark.slow
 def test_data_in_python_scripts_transforms_and_functions_are_regions() -> None:
     for kind in [
         untraceable.Rows,
@@ -104,6 +105,7 @@ def test_the_module_around_is_the_region_where_a_call_cannot_be_a_node() -> None
     assert found(traced(Perceptron(Around()))).keys() == {"middle.0"}
 
 
+@pytest.mark.slow
 def test_the_whole_model_may_be_a_region() -> None:
     program = traced(untraceable.Whole())
     assert found(program).keys() == {""}

@@ -282,6 +282,7 @@ def test_dropout_inside_attention_becomes_a_dropout_of_its_own() -> None:
     assert sum(n.target is comm_ops.dropout for n in program.graph.nodes) == 2
 
 
+@pytest.mark.slow
 def test_attention_that_is_written_out_for_its_dropout_is_in_the_report() -> None:
     for p, noted in ((0.1, 1), (0.0, 0)):
 

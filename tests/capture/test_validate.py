@@ -331,6 +331,7 @@ class _Convolved(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_convolutions_unfold_one_example_at_a_time_in_float64() -> None:
     """Else a three-dimensional model takes several times the memory of its training."""
     model = nn.Sequential(nn.Conv3d(1, 3, 3), nn.ReLU(), nn.Conv3d(3, 2, 3), nn.Flatten(), nn.Linear(16, 4))

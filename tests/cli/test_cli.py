@@ -85,6 +85,7 @@ def test_inspect_prints_the_report_and_nothing_on_stderr(capsys: Capture) -> Non
     assert re.search(r"^parameter_server +2 worker, 1 server .*x$", done.out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_pin_is_named_in_the_reasons_and_in_what_cannot_follow_it(capsys: Capture) -> None:
     done = splitc(capsys, "inspect net.py --world 3 --pin second=fc")
     flat = " ".join(done.out.split())
@@ -92,6 +93,7 @@ def test_a_pin_is_named_in_the_reasons_and_in_what_cannot_follow_it(capsys: Capt
     assert "data_parallel: pin 'second' asks for role 'fc' of second, but data_parallel has only all" in flat
 
 
+@pytest.mark.slow
 def test_a_pin_given_later_counts(capsys: Capture) -> None:
     pins = "--pin *=conv --pin first=conv --pin second=fc"
     done = splitc(capsys, f"inspect net.py --world 2 --strategy layer_separation {pins} --json")
@@ -120,6 +122,7 @@ def test_two_pins_with_one_pattern_have_the_parts_of_both_and_may_not_contradict
         parse_pins(["a=fc", "a=group:4", "a=role:conv,group:2"])
 
 
+@pytest.mark.slow
 def test_pins_of_parts_make_a_mixture(capsys: Capture) -> None:
     pins = "--pin first=holding:sharded,group:2 --pin second=sync:late_multiply"
     done = splitc(capsys, f"inspect net.py --world 2 --strategy mixed {pins} --json")

@@ -93,6 +93,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_file_without_a_prediction_can_still_be_read(tmp_path: Path) -> None:
     plan = unpredicted(program().plan)
     data = json.loads(plan.to_json())

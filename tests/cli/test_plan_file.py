@@ -52,6 +52,7 @@ def test_a_short_plan_is_followed_by_every_command(capsys: Capture) -> None:
     assert splitc(capsys, "diff mine.json build --json").code == 1
 
 
+@pytest.mark.slow
 def test_without_roles_and_placements_all_ranks_train_copies(capsys: Capture) -> None:
     write({"schema": 1, "world": 2})
     assert splitc(capsys, "compile net.py --plan mine.json -o build -q").code == 0
@@ -134,6 +135,7 @@ def test_mistakes_of_all_kinds_are_told_at_once(capsys: Capture) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_prices_of_a_plan_that_was_edited_since_are_not_taken_for_its_own(capsys: Capture) -> None:
     splitc(capsys, "compile net.py --world 3 --strategy layer_separation(n_f=1) --cluster v100-10gbe -o build -q")
     made = json.loads(Path("build/plan.json").read_text())
@@ -145,6 +147,7 @@ def test_the_prices_of_a_plan_that_was_edited_since_are_not_taken_for_its_own(ca
     assert json.loads(done.out)["step_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_plan_is_held_to_the_memory_and_the_world_of_a_cluster(capsys: Capture) -> None:
     write(SHORT)
     refused(capsys, "inspect net.py --plan mine.json --memory 100 -q", "the plan by_hand does not fit into memory")

@@ -53,6 +53,7 @@ def test_gradients_that_are_accumulated_travel_once_for_all_batches() -> None:
     assert "sent a batch" in text and "sent a batch" not in tables([each], ["data_parallel"], None)
 
 
+@pytest.mark.slow
 def test_more_bandwidth_is_never_slower() -> None:
     found = cells([4], [1e6, 1e7, 1e8, 1e9])
     for strategy in STRATEGIES:
@@ -109,6 +110,7 @@ def test_what_cannot_be_simulated_is_said_before_a_model_is_traced(
         assert done.code == 2 and said in done.err
 
 
+@pytest.mark.slow
 def test_options_of_a_strategy_may_have_commas(capsys: pytest.CaptureFixture[str]) -> None:
     several = ["local_sgd(period=4,fragments=2)", "local_sgd(period=4)"]
     options = f"--world 2 --json --strategies {','.join(several)} --against data_parallel"

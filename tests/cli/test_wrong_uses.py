@@ -306,6 +306,7 @@ def test_a_build_whose_code_cannot_be_imported_starts_no_process(capsys: Capture
     refused(capsys, "run build --steps 1", "build runs the user's own code of gated", "into PYTHONPATH")
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_edited_wrongly_is_refused_by_compile_and_by_run(build: Path, capsys: Capture) -> None:
     whole = (build / "plan.json").read_text()
     for changes, message in EDITS:

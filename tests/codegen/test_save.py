@@ -32,6 +32,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_same_program_is_the_same_bytes_in_every_file(tmp_path: Path) -> None:
     torch.manual_seed(0)
     again = compile_net(Net())

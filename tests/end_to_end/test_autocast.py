@@ -113,6 +113,7 @@ def test_activations_are_kept_in_bfloat16() -> None:
     assert 0 < less < 0.8 * more
 
 
+@pytest.mark.slow
 def test_the_fingerprint_tells_autocast() -> None:
     narrow, wide = (analysed(Net, autocast)[3] for autocast in (BF16, None))
     assert fingerprint(narrow).endswith("-bfloat16") and len(fingerprint(wide)) == 12
@@ -242,6 +243,7 @@ def test_a_module_with_another_autocast_stays_the_users_own_code(
     assert done.verify().holds
 
 
+@pytest.mark.slow
 def test_an_autocast_around_compile_or_the_same_one_inside_forward_changes_nothing() -> None:
     with torch.autocast("cpu", BF16):
         done = compiled(Perceptron(), (batch_of(4)[0],), torch.arange(4), F.cross_entropy, 2, "data_parallel")

@@ -26,6 +26,7 @@ def separated(n_c: int = 2, n_f: int = 2) -> CompiledProgram:
     return compile_net(Net(norm=False), f"layer_separation(n_c={n_c}, n_f={n_f})", n_c + n_f)
 
 
+@pytest.mark.slow
 def test_a_schedule_with_a_deadlock_does_not_leave_the_compiler() -> None:
     class Backwards(Schedule):
         def run(self, program):  # type: ignore[no-untyped-def]
@@ -81,6 +82,7 @@ def test_a_pass_that_makes_a_wrong_shape_does_not_leave_the_compiler() -> None:
         run_pass(Wider(), separated().program)
 
 
+@pytest.mark.slow
 def test_a_receive_that_is_missing_at_run_time_is_a_deadlock_or_left_over_message() -> None:
     program = with_files(
         separated(1, 1),

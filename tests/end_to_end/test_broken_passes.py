@@ -74,6 +74,7 @@ FORGOTTEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "lost", "words"), FORGOTTEN)
 def test_a_pass_that_forgets_a_node_of_a_divided_layer_does_not_leave_the_compiler(
     make: Callable[[], CompiledProgram], lost: Callable[..., object], words: str

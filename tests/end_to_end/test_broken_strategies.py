@@ -135,6 +135,7 @@ def test_verify_names_where_a_wrong_number_begins(name: str) -> None:
     assert re.search(where, result.where), result.where
 
 
+@pytest.mark.slow
 def test_the_share_of_a_mean_counts_every_turn_of_a_group() -> None:
     x, y = images(4)
     target = F.one_hot(y, 5).float()

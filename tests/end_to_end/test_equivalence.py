@@ -110,6 +110,7 @@ def test_unequal_shares_of_data_parallel_are_the_same_training() -> None:
     assert result.holds, str(result)
 
 
+@pytest.mark.slow
 def test_ranks_without_work_learn_the_loss() -> None:
     result = program("mlp", 3, "single_device").verify()
     assert result.holds, str(result)

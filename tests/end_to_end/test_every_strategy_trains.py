@@ -112,6 +112,7 @@ def test_every_strategy_trains_with_any_elementwise_optimizer(
     assert_trains(plan_of(name), optimizer, **options)
 
 
+@pytest.mark.slow
 @sampled("name", SOME, one_in=9)
 def test_an_evaluation_is_that_of_one_process_and_leaves_training_alone(name: str) -> None:
     program = plan_of(name)
@@ -158,6 +159,7 @@ MOVES = [(name, NAMES[(k + 5) % len(NAMES)]) for k, name in enumerate(NAMES)]
 """A state passes one form, that of the model: every strategy writes it for another, and reads that of another."""
 
 
+@pytest.mark.slow
 @sampled(("source", "target"), MOVES, one_in=14)
 def test_a_state_moves_from_one_strategy_to_another(source: str, target: str) -> None:
     """Two steps as `source`, one as `target`, are three of one process."""
@@ -173,6 +175,7 @@ def test_a_state_moves_from_one_strategy_to_another(source: str, target: str) ->
     assert_same(on_workers(program, run, optimizer=plain_sgd)[0], expected, tolerance=1e-9)
 
 
+@pytest.mark.slow
 @sampled("name", SOME, one_in=3)
 def test_a_state_of_the_models_own_loads_and_comes_back_as_it_was(name: str) -> None:
     torch.manual_seed(6)

@@ -76,6 +76,7 @@ def test_an_example_trains_on_two_ranks_as_in_one_process(name: str, strategy: s
     assert result.holds, str(result)
 
 
+@pytest.mark.slow
 def test_what_an_example_gives_without_arguments_fits_together() -> None:
     for name in SMALL:
         file = example_file(name)

@@ -212,6 +212,7 @@ def test_a_plan_whose_ranks_see_parts_of_the_batch_is_refused() -> None:
     assert any("needs the whole batch" in line for line in every_layer_placed(replace(known, plan=parted)))
 
 
+@pytest.mark.slow
 def test_microbatches_of_a_loss_over_the_batch_are_refused_by_name() -> None:
     model, known = analysed("Views")
     for strategy in ("data_parallel(microbatches=2)", "hybrid_single(microbatches=3)", "late_multiply(microbatches=2)"):

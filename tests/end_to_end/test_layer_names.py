@@ -106,5 +106,6 @@ def losses(names: tuple[str, ...], strategy: str) -> list[list[float]]:
     return [trial.losses for trial in trials]
 
 
+@pytest.mark.slow
 def test_a_model_with_such_names_trains_like_one_process() -> None:
     assert planned(TELLING, "modulo_shard(mp=2, scheme=B/K)").verify().holds

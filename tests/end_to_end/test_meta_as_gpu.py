@@ -130,6 +130,7 @@ def test_a_step_leaves_no_tensor_on_the_cpu_and_reads_no_value(
         train(program, part.ranks[0], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [None, torch.float16])
 def test_whether_gradients_are_finite_is_read_once_and_in_one_place(autocast: torch.dtype | None) -> None:
     """Where the user asks for that, and in float16, whose scale follows from it."""

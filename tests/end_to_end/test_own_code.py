@@ -91,11 +91,13 @@ def test_one_example_on_a_rank_is_left_out_by_chance_as_in_one_process() -> None
     assert done.verify(steps=6, dtype=torch.float64).holds
 
 
+@pytest.mark.slow
 @along(1, strategy=["data_parallel", "layer_separation"], loss=[untraceable.finite_loss, untraceable.FiniteLoss()])
 def test_a_loss_that_is_a_region_trains_as_in_one_process(loss: Any, strategy: str) -> None:
     assert program_of(Perceptron(), strategy, loss).verify(dtype=torch.float64).holds
 
 
+@pytest.mark.slow
 @sampled("name", ["BatchNorm", "containers", "left out by chance"], one_in=3)
 def test_evaluation_is_that_of_the_model(name: str) -> None:
     torch.manual_seed(0)
@@ -125,6 +127,7 @@ def test_the_report_names_regions_with_their_share_and_the_line() -> None:
     assert "untraceable.py:" in text
 
 
+@pytest.mark.slow
 @sampled("strategy", ["data_parallel", "parameter_server"], one_in=2)
 def test_a_model_that_is_one_region_trains_as_in_one_process(strategy: str) -> None:
     torch.manual_seed(0)
@@ -149,6 +152,7 @@ class ThreeNames(torch.nn.Module):
         return scores
 
 
+@pytest.mark.slow
 def test_a_model_that_is_one_region_may_have_three_names_for_a_tensor() -> None:
     torch.manual_seed(0)
     model, batches = ThreeNames(), list[tuple[Tensor, Tensor]]()
@@ -163,6 +167,7 @@ def test_a_model_that_is_one_region_may_have_three_names_for_a_tensor() -> None:
     assert_same(state, own)
 
 
+@pytest.mark.slow
 def test_a_model_of_a_notebook_is_not_saved_and_the_reason_is_named(tmp_path: Path) -> None:
     program = program_of(lambda: Perceptron(untraceable.Gated()))
     with pytest.raises(
@@ -172,6 +177,7 @@ def test_a_model_of_a_notebook_is_not_saved_and_the_reason_is_named(tmp_path: Pa
     assert not (tmp_path / "build").exists()
 
 
+@pytest.mark.slow
 def test_a_build_says_whose_code_it_runs() -> None:
     text = next(text for text in program_of(untraceable.gated).files.values() if "class Stage" in text)
     assert 'def __init__(self, model="tests.support.untraceable:gated"):' in text
@@ -206,6 +212,7 @@ def test_a_branch_on_the_whole_batch_is_that_of_one_process(strategy: str) -> No
     )
 
 
+@pytest.mark.slow
 def test_the_report_says_that_a_model_of_one_part_with_its_loss_gains_nothing() -> None:
     class Masked(Perceptron):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -291,6 +298,7 @@ class Either(nn.Module):
         return torch.stack([self.a(row) if float(row.detach()[0]) > 0 else self.b(row) for row in x])
 
 
+@pytest.mark.slow
 def test_gradients_that_some_ranks_do_not_reach_wait_for_the_collectives_of_backward() -> None:
     """Their buckets, one for each layer, are full at other times on other ranks; the norm below is synchronised."""
     torch.manual_seed(0)

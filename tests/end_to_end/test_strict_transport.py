@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
@@ -89,6 +90,7 @@ OTHERS = [
 """In rounds, and with synchronised BatchNorm: ranks, strategy, options."""
 
 
+@pytest.mark.slow
 @sampled(("world", "strategy", "options"), OTHERS, OTHERS[:1], ids=str)
 def test_rounds_and_synchronised_norms_live_on_it(
     world: int, strategy: str, options: dict[str, Any], tmp_path: Path
@@ -97,6 +99,7 @@ def test_rounds_and_synchronised_norms_live_on_it(
     live(program, batches_of(program, 5), tmp_path, **{k: v for k, v in options.items() if k != "pins"})
 
 
+@pytest.mark.slow
 @sampled(("world", "width"), [(3, 2), (2, 7), (4, 3), (4, 9), (2, 1)], [(3, 2)])
 def test_subnets_of_few_neurons_live_on_it(world: int, width: int, tmp_path: Path) -> None:
     """With fewer neurons than ranks some have nothing to exchange."""
@@ -116,6 +119,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.slow
 @sampled(
     ("world", "asked", "number", "schedule"),
     PIECES,

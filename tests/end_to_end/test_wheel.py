@@ -121,6 +121,7 @@ def test_the_wheel_holds_one_package_with_every_file_of_it(wheel: Path) -> None:
         assert archive.read(top_level).decode().split() == ["splitc"]
 
 
+@pytest.mark.slow
 def test_the_page_of_the_index_has_urls_and_no_link_into_the_checkout(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

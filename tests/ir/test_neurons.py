@@ -98,6 +98,7 @@ WHOLE: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, nn.Module]]] =
 }
 
 
+@pytest.mark.slow
 def test_a_layer_stays_whole_where() -> None:
     for why in WHOLE:
         run, modules = WHOLE[why]

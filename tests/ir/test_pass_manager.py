@@ -50,6 +50,7 @@ def test_passes_run_in_order_and_leave_the_program_given_as_it_was() -> None:
     assert (given.name, made.name) == ("Sequential", "b") and seen == [("rename", "a"), ("rename", "b")]
 
 
+@pytest.mark.slow
 def test_a_pass_that_cannot_start_names_what_is_missing() -> None:
     with pytest.raises(InternalError, match=r"rename cannot start:\n  - has_costs: layer 0 .* has no price"):
         run_passes(program(), [NeedsCosts()])

@@ -192,6 +192,7 @@ def test_hybrid_parallelism_sends_neurons_and_sums_convolutions_only(world: int)
         assert sum(op.sent for op in wire(program, rank)) == pytest.approx(batch * (activations + target) + sums)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "scheme", "turns"), [(2, "BK", 1), (4, "B", None), (3, "B/K", None)])
 def test_a_modulo_layer_sends_its_ranks_examples_to_the_others_and_takes_their_gradients(
     world: int, scheme: str, turns: int | None

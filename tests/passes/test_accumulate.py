@@ -70,6 +70,7 @@ def test_a_worker_accumulates_as_many_batches_as_its_plan_says() -> None:
     assert_same(state, own)
 
 
+@pytest.mark.slow
 def test_a_plan_with_batches_to_an_update_is_written_and_read() -> None:
     plan = perceptron("data_parallel", ALLOWED).plan
     assert Plan.from_json(plan.to_json()) == plan

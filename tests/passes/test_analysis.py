@@ -105,6 +105,7 @@ class Sequences(nn.Module):
         return self.head(self.tokens(tokens)).transpose(0, 1).flatten(0, 1)
 
 
+@pytest.mark.slow
 def test_a_program_by_an_earlier_validation_is_the_same_in_every_field(calls: list[str]) -> None:
     tokens = torch.arange(24).reshape(6, 4) % 11
 
@@ -185,6 +186,7 @@ def test_a_second_model_of_the_same_code_is_planned_by_what_was_kept(
     assert first.files == second.files
 
 
+@pytest.mark.slow
 def test_progress_names_what_is_running(calls: list[str]) -> None:
     steps: list[str] = []
     example = Example.bind(Net(), IMAGES, LABELS, F.cross_entropy)

@@ -72,6 +72,7 @@ def test_whole_values_go_to_every_head_rank_and_each_returns_the_gradient_of_its
     assert "modulo" not in verbs and verbs.index("modulo_grad") < verbs.index("send_grad")
 
 
+@pytest.mark.slow
 def test_targets_go_whole_to_every_head_rank_unless_a_pin_says_otherwise() -> None:
     assert cut_of(separated(2, 2, a=ROWS), "target").arrives is State.REPLICATE
     assert cut_of(separated(2, 2, a=ROWS, c=Placement(arrives="batch")), "target").arrives is State.BATCH

@@ -78,6 +78,7 @@ ON_PARTS: dict[str, Run] = {
 }
 
 
+@pytest.mark.slow
 @sampled("name", ON_PARTS, one_in=9)
 def test_elementwise_functions_work_on_parts_and_one_gather_follows_them(name: str) -> None:
     found = inserted(divided(ON_PARTS[name], a=COLUMNS, fc=COLUMNS))
@@ -236,6 +237,7 @@ def test_rows_read_a_slice_of_what_is_whole_and_sum_to_the_state_that_is_asked_f
     """)
 
 
+@pytest.mark.slow
 def test_functional_linear_layers_are_divided_by_columns_and_rows() -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         return F.linear(F.linear(x, net.w, net.v).tanh(), net.w2, net.v2)

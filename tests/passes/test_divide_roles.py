@@ -64,6 +64,7 @@ def test_a_piece_is_computed_while_the_transition_of_another_one_travels() -> No
     assert program.verify(dtype=torch.float64).holds
 
 
+@pytest.mark.slow
 def test_the_plan_stays_as_it_was_decided() -> None:
     program = divided(2)
     lowered, read = program.program.plan, Plan.from_json(program.files["plan.json"])

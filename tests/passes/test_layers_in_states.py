@@ -270,6 +270,7 @@ def test_an_embedding_is_divided_by_rows_or_columns_to_any_state(
     assert stage.shards.get("wte.weight") == {"rows": 0, "columns": 1, None: None}[split]
 
 
+@pytest.mark.slow
 @sampled(("world", "state"), [(4, None), (3, "batch"), (2, None)], one_in=3)
 def test_a_tied_embedding_and_head_are_one_shard(world: int, state: str | None) -> None:
     tied = {"wte": pin(world, "rows", state), "lm_head": pin(world, "columns")}
@@ -327,6 +328,7 @@ def test_so_is_that_of_a_parameter_of_which_another_layer_reads_a_part(world: in
     trained(model, vectors(classes=5), world, a=pin(world, state=first), fc=pin(world, state=second))
 
 
+@pytest.mark.slow
 @sampled(("world", "first", "second"), turns(STATES), one_in=3)
 def test_a_penalty_counts_once_whatever_the_states_of_its_parameter_and_the_loss(
     world: int, first: str, second: str
@@ -352,6 +354,7 @@ def test_a_module_in_two_states_that_is_no_function_of_its_parameters_is_refused
 # -- normalisations ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @sampled(("world", "split", "state"), turns([(None, "batch"), ("columns", None), (None, "replicate")]), one_in=3)
 def test_batch_norm_over_examples_runs_in_every_state(world: int, split: str | None, state: str | None) -> None:
     def run(net: Any, x: Tensor, y: Tensor) -> Tensor:

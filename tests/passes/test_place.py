@@ -32,6 +32,7 @@ from tests.support.small_programs import Row, candidate, fc_layers, place, separ
 BY_LINK = [(LayerSeparation(), 4), (DataParallel(), 1), (Auto(), 1), (Auto(), 5)]
 
 
+@pytest.mark.slow
 @sampled(("strategy", "batch"), BY_LINK, one_in=4)
 def test_no_plan_gets_slower_when_the_link_gets_faster(strategy: Strategy, batch: int) -> None:
     program = separable(batch)
@@ -146,6 +147,7 @@ def test_a_world_of_one_runs_on_one_device() -> None:
     assert not candidate(plan, "layer_separation").feasible
 
 
+@pytest.mark.slow
 def test_the_plan_shows_the_best_of_every_family() -> None:
     plan = usual()
     assert [c.strategy for c in plan.candidates] == [

@@ -80,6 +80,7 @@ def test_a_slower_link_takes_longer_and_computes_the_same() -> None:
     assert [each.compute for each in slow.phases] == pytest.approx([each.compute for each in fast.phases])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "pins", "layers"),
     [

@@ -42,6 +42,7 @@ def test_a_batchnorm_that_is_a_function_is_refused() -> None:
         placed(two_layers(FunctionalNorm()), 2, "data_parallel(sync_batchnorm=True)")
 
 
+@pytest.mark.slow
 def test_an_instance_norm_with_running_statistics_must_see_the_whole_batch() -> None:
     norm = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten())
     program_after(SynchroniseNorms, placed(two_layers(norm), 1, "single_device"))

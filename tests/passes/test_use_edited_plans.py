@@ -110,6 +110,7 @@ def at(data: Any, path: Path_) -> Any:
     return reduce(operator.getitem, path, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_field_that_is_edited_wrongly_is_named_and_what_is_followed_trains(

@@ -95,6 +95,7 @@ def test_the_report_of_few_layers_shows_them_all() -> None:
     assert report(separated().program) == report(separated().program, everything=True)
 
 
+@pytest.mark.slow
 def test_the_prices_of_all_families_have_their_global_batch() -> None:
     table = report(separated().program).split("the best plan of each strategy\n")[1].split("\n\n")[0]
     rows = {line.split()[0]: line for line in table.splitlines()[2:]}
@@ -129,6 +130,7 @@ def test_ranks_are_listed_by_runs() -> None:
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_candidates_within_the_error_of_prediction_are_called_equal() -> None:
     made = deep()
     mixed, data, server = (
@@ -193,6 +195,7 @@ def test_the_json_has_the_keys_of_schema_1_and_no_number_that_is_not_one() -> No
     assert data["samples_per_second"] == pytest.approx(data["global_batch"] / data["step_seconds"])
 
 
+@pytest.mark.slow
 def test_what_the_ranks_send_is_what_they_receive() -> None:
     ranks = as_json(separated().program)["ranks"]
     assert sum(r["sent_bytes"] for r in ranks) == pytest.approx(sum(r["received_bytes"] for r in ranks), abs=len(ranks))
@@ -206,6 +209,7 @@ def test_a_rank_holds_its_roles_parameters_and_needs_more_memory_than_that() -> 
         assert rank["memory_bytes"] > 3 * rank["parameter_bytes"]
 
 
+@pytest.mark.slow
 def test_a_rank_without_work_holds_nothing() -> None:
     x, y = class_batch((4, 6), classes=3)
     idle = as_json(compiled(nn.Linear(6, 3), (x,), y, F.cross_entropy, 2, "single_device").program)["ranks"][1]
@@ -236,6 +240,7 @@ def test_a_world_of_one_has_no_parameter_server() -> None:
     assert re.search(r"^parameter_server +not possible$", report(program.program), re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_auto_chooses_the_fastest_of_the_exact_plans_that_fit() -> None:
     torch.manual_seed(0)
     x, y = class_batch((4, 6), classes=3)

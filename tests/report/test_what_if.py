@@ -120,6 +120,7 @@ def test_memory_goes_down_to_where_nothing_fits(only: Callable[[str], None]) -> 
         place(2, memory=last.value * 0.96).run(model())
 
 
+@pytest.mark.slow
 def test_a_world_is_a_whole_number_and_no_larger_than_the_cluster(only: Callable[[str], None]) -> None:
     few = place(3, strategy="data_parallel")
     limited = replace(few, cluster=replace(few.cluster, world=4))
@@ -160,6 +161,7 @@ def test_idle_ranks_that_nothing_within_reach_puts_to_work_are_counted_all_the_s
     assert text == "1 of 2 ranks is idle; 64 times the bandwidth, batch or accumulate would not change that."
 
 
+@pytest.mark.slow
 def test_where_all_ranks_work_it_is_told_only_whether_one_alone_is_as_fast_with_the_same_examples() -> None:
     named, both = place(bandwidth=1e6, strategy="single_device"), place(2, bandwidth=1e11)
     assert advice(named, model(), named.run(model()).plan) == ""
@@ -188,6 +190,7 @@ def test_what_does_not_fit_for_another_reason_gets_no_advice_about_memory() -> N
     assert what_fits(impossible, model()) == ""
 
 
+@pytest.mark.slow
 def test_advice_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = place(2, SLOW)
     monkeypatch.setenv("SPLITC_ADVICE", "0")

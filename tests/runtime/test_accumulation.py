@@ -75,6 +75,7 @@ def test_what_is_no_number_of_batches_is_refused() -> None:
             on_workers(program, lambda worker: None, accumulate=given)
 
 
+@pytest.mark.slow
 @sampled("strategy", [SEPARATION, "data_parallel"], one_in=2)
 def test_accumulated_batches_have_the_masks_of_one_batch_of_all_their_examples(strategy: str) -> None:
     model = Net(norm=False, drop=0.5).double()

@@ -72,6 +72,7 @@ def test_averages_are_those_of_torch_in_one_process(strategy: str) -> None:
     assert float(results[0][1]) == pytest.approx(float(F.cross_entropy(scores, batch[1]).detach()), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the checkpoint was made with global batches")
 @sampled(("before", "after"), [(LAYOUTS[3], LAYOUTS[1]), (LAYOUTS[1], LAYOUTS[2])], one_in=2)
 def test_checkpoints_hold_averages_for_any_plan(before: str, after: str, tmp_path: Path) -> None:
@@ -115,6 +116,7 @@ def test_averages_begin_with_the_parameters_that_were_loaded(tmp_path: Path) -> 
         assert_same(on_workers(program, run, optimizer=adam, ema=0.9)[0], state, tolerance=0)
 
 
+@pytest.mark.slow
 def test_what_a_resumed_run_drops_or_begins_anew_is_named(tmp_path: Path) -> None:
     program = planned(3, "layer_separation")
 

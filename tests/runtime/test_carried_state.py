@@ -189,6 +189,7 @@ def test_a_table_and_a_value_that_nothing_reads_are_no_state() -> None:
     assert not list(regions(program))
 
 
+@pytest.mark.slow
 def test_what_kept_state_does_not_allow_is_said_by_name() -> None:
     report = planned("data_parallel", 0).report()
     assert "inner.0.state goes from batch to batch" in " ".join(report.split())

@@ -162,6 +162,7 @@ def dropping(m: Any, x: Tensor) -> Tensor:
     return m.fc(F.dropout(m.b(m.a(x)), 0.5, training=True))
 
 
+@pytest.mark.slow
 @sampled("run", [with_recurrent_dropout, another_branch, *SHARED[:2], *OWN[1:], dropping], one_in=8)
 def test_a_model_that_never_asks_for_its_mode_is_traced_once_and_another_forward_is_written(run: Run) -> None:
     _, program = program_of(run, "parameter_server")

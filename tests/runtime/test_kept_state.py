@@ -143,6 +143,7 @@ def test_what_is_kept_of_a_batch_is_that_of_the_whole_batch_on_every_rank(keep: 
     assert_trains_alike(model, program, accumulate=2)
 
 
+@pytest.mark.slow
 def test_evaluation_reads_what_training_keeps_and_keeps_nothing() -> None:
     torch.manual_seed(0)
     model = Momentum(keep=queue)
@@ -178,6 +179,7 @@ def test_a_queue_at_a_plain_position_is_own_code_that_has_the_whole_batch() -> N
     assert_trains_alike(model, program_of(model))
 
 
+@pytest.mark.slow
 def test_rounds_are_refused_for_units_that_would_keep_unlike_values() -> None:
     with pytest.raises(PlacementError, match=r"in rounds units would keep unlike values in k.0.bias, k.0.weight"):
         program_of(Momentum(), "local_sgd(period=2)")

@@ -67,6 +67,7 @@ def test_synchronised_batch_norm_launches_at_most_twice_as_much_as_one_process()
     assert found.ops["batch_norm_elemt"] == found.ops["batch_norm_backward_elemt"] == LAYERS
 
 
+@pytest.mark.slow
 def test_what_happens_to_gradients_launches_as_much_for_many_parameters_as_for_few() -> None:
     x, y = torch.randn(4, 4, 6, 6), torch.randint(5, (4,))
     models = convolutions(), convolutions()[-2:]
@@ -110,6 +111,7 @@ def test_an_op_of_ours_launches_what_it_declares(monkeypatch: pytest.MonkeyPatch
             torch.ops.splitc.twice_of_test(x, 5)
 
 
+@pytest.mark.slow
 def test_a_dropout_is_two_launches_in_each_microbatch() -> None:
     model, x, y = alexnet(1 / 32, 10), torch.randn(4, 3, 63, 63), torch.randint(10, (4,))
     program = compiled(model, (x,), y, F.cross_entropy, 2, "data_parallel(microbatches=2)")

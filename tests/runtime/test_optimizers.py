@@ -119,6 +119,7 @@ class Clipping(torch.optim.SGD):
         super().step()
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_reads_several_tensors_is_refused_where_ranks_have_different_ones() -> None:
     with pytest.raises(LaunchError, match="Clipping looks at several tensors together"):
         made("layer_separation(n_c=1, n_f=1)", lambda params: Clipping(params, lr=0.1))
@@ -128,6 +129,7 @@ def test_an_optimizer_that_reads_several_tensors_is_refused_where_ranks_have_dif
 OWN_KINDS = [*ELEMENTWISE, lambda groups, lr: Own(groups, lambda p, g, step: g.sign(), lr)]
 
 
+@pytest.mark.slow
 def test_the_elementwise_optimizers_of_torch_pass_with_groups_by_name() -> None:
     for kind, strategy in zip(OWN_KINDS, PARTS * len(OWN_KINDS), strict=False):
 

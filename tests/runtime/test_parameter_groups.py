@@ -118,6 +118,7 @@ def freezing(params: Params) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
+@pytest.mark.slow
 @along(
     strategy=["data_parallel", "layer_separation(n_c=1, n_f=1)", "modulo_shard(mp=2)"],
     case=[

@@ -189,6 +189,7 @@ def another_layer(m: Any, x: Tensor) -> Any:
     return m.fc(h) if m.training else m.own(m.fc(2 * h))
 
 
+@pytest.mark.slow
 @along(1, strategy=["layer_separation", "modulo_shard"], run=[another_layer, scores_in_evaluation])
 def test_a_model_that_is_another_one_in_evaluation_predicts_as_that(run: Any, strategy: str) -> None:
     torch.manual_seed(0)
@@ -201,6 +202,7 @@ def test_a_model_that_is_another_one_in_evaluation_predicts_as_that(run: Any, st
     torch.testing.assert_close(torch.cat(outputs), copy.deepcopy(model).eval()(batch[0]), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_subnets_predict_as_the_whole_model_with_its_recomputed_statistics() -> None:
     torch.manual_seed(0)
     model = normed(7).model

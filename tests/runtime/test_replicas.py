@@ -39,6 +39,7 @@ def test_no_strategy_alarms_while_replicas_are_alike(world: int, asked: Asked) -
     on_workers(program, run, optimizer=adam, check_replicas=1)
 
 
+@pytest.mark.slow
 @along(1, strategy=[*reversed(ROUNDS)], every=[1, 3])
 def test_rounds_do_not_alarm(strategy: str, every: int) -> None:
     program = in_rounds(strategy)

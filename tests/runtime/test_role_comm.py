@@ -149,6 +149,7 @@ def test_modulo_gathers_a_turns_examples_and_a_slice_has_ones_own_of_them(
     assert sorted(example for each in seen for example in each) == list(range(total))
 
 
+@pytest.mark.slow
 @in_one
 @along(transition=[*TRANSITIONS, *TRANSITIONS], sizes=SIZES[:4], dim=[0, 1], rows=[1, 3])
 def test_the_method_of_every_transition_brings_a_value_to_its_state(

@@ -172,6 +172,7 @@ def test_parameters_are_those_of_torchs_scaler_in_one_process(strategy: str) -> 
     assert_same(on_workers(program, run)[0], alone.state_dict(), tolerance=2e-3)
 
 
+@pytest.mark.slow
 @sampled("strategy", LAYOUTS[1:] + LAYOUTS[:1], one_in=4)
 def test_all_ranks_skip_an_update_that_overflows_on_one_of_them(strategy: str) -> None:
     _, program = mixed(strategy)
@@ -198,6 +199,7 @@ def test_all_ranks_skip_an_update_that_overflows_on_one_of_them(strategy: str) -
     assert found[0][:2] == (32768.0, True) and found[0][2] < 32768
 
 
+@pytest.mark.slow
 def test_a_dynamic_scale_is_that_of_torchs_scaler() -> None:
     ours, theirs = LossScale("dynamic"), torch.amp.GradScaler("cpu")
     parameter = nn.Parameter(torch.zeros(1))

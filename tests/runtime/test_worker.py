@@ -63,6 +63,7 @@ def test_a_parameter_that_the_loss_does_not_reach_is_not_decayed() -> None:
     assert_same(results[0][1], state)
 
 
+@pytest.mark.slow
 def test_dropout_is_repeated_with_its_seed_and_differs_between_steps_and_seeds() -> None:
     program = compile_net(Net(norm=False, drop=0.5))
     batch = batch_of(8)
@@ -229,6 +230,7 @@ def test_the_factory_sees_the_whole_models_parameters_and_a_rank_that_trains_not
     assert seen == [[name for name, _ in model.named_parameters()]] * 2
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_handed_to_the_factory_but_a_rank_of_frozen_ones_has_no_optimizer() -> None:
     model = Net(norm=False)
     model.features.requires_grad_(False)
@@ -270,6 +272,7 @@ def test_ranks_with_different_settings_are_refused_on_each_of_them() -> None:
     on_ranks(2, run)
 
 
+@pytest.mark.slow
 def test_ranks_of_different_plans_are_refused() -> None:
     programs = [plain("data_parallel")[1], compile_net(Net(norm=False), "data_parallel", 2, batch=6)]
 

@@ -174,6 +174,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_on_other_ranks(tmp_path: Path, 
     assert position == end
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the checkpoint was made with global batches of")
 @along(
     1,

@@ -113,6 +113,7 @@ def test_a_batch_on_another_device_is_moved_to_the_ranks() -> None:
     assert moved == [torch.device("cpu")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["data_parallel", "parameter_server(servers=2, beside=True)"])
 def test_the_gradient_of_a_tied_parameter_stands_under_each_of_its_names(strategy: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))

@@ -30,6 +30,7 @@ def local(period: int, world: int = 2, dtype: torch.dtype = torch.float64) -> Co
     return compiled(network().to(dtype), batch[:1], batch[1], F.cross_entropy, world, f"local_sgd({period=})")
 
 
+@pytest.mark.slow
 @sampled(("world", "period"), [(2, 2), (1, 2), (2, 1), (3, 2), (2, 5)], one_in=5)
 def test_local_sgd_trains_as_copies_do_in_one_process(world: int, period: int) -> None:
     result = local(period, world).verify()
@@ -98,6 +99,7 @@ def subnets(name: str, world: int, local_steps: int = 2, insert_norm: bool = Tru
     return compile_example(model, Example.bind(model, x, torch.arange(8) % 4, F.cross_entropy), settings)
 
 
+@pytest.mark.slow
 @sampled("name", SUBNETS, one_in=5)
 def test_subnets_train_as_masked_ones_do_in_one_process(name: str) -> None:
     for world in (1, 3) if name == "bags" else (3,):

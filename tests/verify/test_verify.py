@@ -160,6 +160,7 @@ def test_masks_are_those_of_one_process_in_every_microbatch_scheme_and_on_every_
     assert holds(made.verify())
 
 
+@pytest.mark.slow
 def test_masks_that_depend_on_the_rank_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = program(lambda m, x: m.fc(F.dropout(m.a(x), 0.5)), torch.randn(8, 16, dtype=F64), **wide("a"))
     assert made.verify(steps=1).holds
@@ -229,6 +230,7 @@ def test_a_model_that_trains_right_is_judged_right(name: str) -> None:
     assert holds(made.verify(dtype=F64), in_double)
 
 
+@pytest.mark.slow
 def test_the_precision_inside_a_region_decides_too() -> None:
     made = program(lambda m, x: m.fc(m.own(x)), torch.randn(8, FEATURES), own=Single(), fc=nn.Linear(FEATURES, 4))
     assert holds(made.verify(dtype=F64), 1e-5)
@@ -247,6 +249,7 @@ def test_a_model_that_has_no_double_precision_is_judged_without_and_that_is_said
     assert result.holds and any("does not run in float64" in note for note in result.notes), result
 
 
+@pytest.mark.slow
 def test_a_complex_model_is_compared_in_both_of_its_parts() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         return m.fc(torch.fft.irfft(torch.fft.rfft(m.a(x)) * m.phase, n=8))
@@ -256,6 +259,7 @@ def test_a_complex_model_is_compared_in_both_of_its_parts() -> None:
     assert holds(made.verify(), 1e-5) and holds(made.verify(dtype=F64))
 
 
+@pytest.mark.slow
 def test_rounding_that_is_magnified_is_told_from_an_error_and_said() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         return m.fc((m.a(x) * 1e3).sin())

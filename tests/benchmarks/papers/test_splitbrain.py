@@ -53,6 +53,7 @@ def shape(transformed: list[Layer]) -> list[str]:
 # -- table 1 and figure 7c ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_parameters_of_each_layer_are_those_of_table_1() -> None:
     assert [variant().parameters([layer.name]) for layer in splitbrain_vgg().layers] == TABLE_1
 

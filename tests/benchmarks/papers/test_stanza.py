@@ -199,6 +199,7 @@ def test_a_v100_has_the_memory_of_one_fc_worker_for_ten_conv_workers_and_none_fo
                 assign_nodes(symbols_of(parts, 256, 40 * GBIT, V100), 80, memory_of(parts, 256, V100))
 
 
+@pytest.mark.slow
 def test_the_symbols_of_a_model_are_its_counts_and_its_seconds() -> None:
     parts = conv_fc_split(splitbrain_vgg())
     s = symbols_of(parts, 4, 1e9, V100)

@@ -148,6 +148,7 @@ def same(found: Link, truth: Link) -> bool:
     return close and (found.duplex, found.shared) == (truth.duplex, truth.shared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "link"), [(2, FAST), (3, SLOW), (8, replace(SLOW, duplex=False)), (4, replace(FAST, shared=True))]
 )
@@ -284,6 +285,7 @@ def test_a_bench_times_what_some_ranks_do_and_tells_all(monkeypatch: pytest.Monk
     assert calls[0] == 0 and calls[1] == calls[2] >= 4
 
 
+@pytest.mark.slow
 @sampled(("world", "per_host"), [(2, None), (3, None), (4, None), (4, 2)], everyday=[(4, 2)])
 def test_every_kind_is_timed_on_every_world(world: int, per_host: int | None) -> None:
     found = run_ranks(world, partial(measure_links, budget=0.2, ranks_per_host=per_host))
@@ -453,6 +455,7 @@ def test_the_numbers_of_a_file_have_four_digits() -> None:
     )
 
 
+@pytest.mark.slow
 def test_all_ranks_get_the_same_calibration_and_it_is_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure_device(where: torch.device, budget: float, progress: Callable[[str], None]) -> DeviceFit:
         progress("products")

@@ -85,11 +85,13 @@ def test_ops_that_the_model_knows_nothing_of_do_not_bend_the_others() -> None:
     assert off(fit([*odd, *samples[15:]]), known) < 0.12
 
 
+@pytest.mark.slow
 def test_the_same_samples_give_the_same_device() -> None:
     samples = samples_of(device(), noise=0.2)
     assert fit(samples) == fit(samples)
 
 
+@pytest.mark.slow
 def test_all_efficiencies_are_parts_of_the_peak() -> None:
     found = fit(samples_of(device(), noise=0.5))
     assert all(0 < part <= 1 for part in found.efficiency.values())
@@ -97,11 +99,13 @@ def test_all_efficiencies_are_parts_of_the_peak() -> None:
     assert max(found.efficiency_of(op, back) for op in CLASSES[:3] for back in (False, True)) == 1.0
 
 
+@pytest.mark.slow
 def test_other_dtypes_reach_what_was_measured_of_them() -> None:
     found = fit_rates(samples_of(device())).device("a core", 1e9, {"bfloat16": 5e10})
     assert found.flop_rate["bfloat16"] * found.efficiency_of("matmul") == pytest.approx(5e10)
 
 
+@pytest.mark.slow
 def test_convolutions_in_tf32_say_nothing_of_those_in_other_dtypes() -> None:
     """Of an A100 that was timed: bfloat16 has twice the rate of TF32, in convolutions as in products."""
     known = replace(device(), flop_rate={"float32": 2e10, "tf32": 16e10, "bfloat16": 32e10})

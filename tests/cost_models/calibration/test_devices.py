@@ -52,6 +52,7 @@ def test_every_microbenchmark_has_work_to_do_and_a_name_of_its_own_and_leaves_no
     assert seen == {(op, back) for op in both for back in (False, True)} | {("random", False)}, "both ways"
 
 
+@pytest.mark.slow
 def test_every_sample_is_a_direction_of_a_microbenchmark_that_took_time() -> None:
     spread, told = quick(), list[str]()
     samples = time_microbenchmarks(spread, CPU, 0.01, told.append)

@@ -59,6 +59,7 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_the_second_program_of_a_graph_reads_the_costs_of_the_first(counted: list[str]) -> None:
     first, second = cached_layer_costs(captured(Net())), cached_layer_costs(captured(Net()))
     assert counted == ["Net"] and first == second == layer_costs(captured(Net()))

@@ -40,6 +40,7 @@ def everything(costs: dict[str, CostLine], batch: int) -> list[LayerCost]:
     return [line.at(batch) for line in costs.values()]
 
 
+@pytest.mark.slow
 @sampled("name", ["vgg", "alexnet", "mlp", "resnet", "frozen_trunk", "language_model"], one_in=9)
 @sampled("batch", [2 * BATCH, BATCH], one_in=2)
 def test_a_program_is_counted_as_its_model_runs(name: str, batch: int) -> None:
@@ -59,6 +60,7 @@ def test_a_program_is_counted_as_its_model_runs(name: str, batch: int) -> None:
         assert sum(op.bytes_accessed for op in ours) == pytest.approx(sum(op.bytes_accessed for op in theirs), rel=0.1)
 
 
+@pytest.mark.slow
 @in_tiers("cases", CASES, one_in=5)
 def test_more_examples_never_cost_less_and_nothing_is_free(cases: list[Any]) -> None:
     for name in cases:
@@ -78,6 +80,7 @@ def test_more_examples_never_cost_less_and_nothing_is_free(cases: list[Any]) -> 
             assert not trains or bytes_of(cost.backward_ops) > 0, name
 
 
+@pytest.mark.slow
 def test_the_sums_of_a_layer_are_those_of_its_ops() -> None:
     for cost in everything(case("resnet")[1], 7):
         assert sorted(map(repr, (*cost.forward_ops, *cost.backward_ops))) == sorted(map(repr, cost.ops))
@@ -129,6 +132,7 @@ def test_a_tied_weight_gets_the_sum_of_its_gradients() -> None:
     assert any(op.backward and op.name == "add" and op.bytes_accessed == 3 * table for op in ops)
 
 
+@pytest.mark.slow
 def test_counting_leaves_no_gradients_behind() -> None:
     program, _ = case("mlp")
     layer_costs(program)
@@ -153,6 +157,7 @@ def test_an_op_that_nobody_knows_is_priced_by_its_bytes_and_the_report_says_so()
     assert as_json(program)["by_bytes"] == list(cost.unknown_ops)
 
 
+@pytest.mark.slow
 def test_the_report_is_silent_where_all_ops_are_known() -> None:
     program = compiled(nn.Linear(6, 3), (torch.randn(4, 6),), torch.arange(4) % 3, F.cross_entropy, 2).program
     assert "not known" not in report(program) and as_json(program)["by_bytes"] == []

@@ -235,6 +235,7 @@ def test_updates_in_every_turn_need_the_gradients_of_one() -> None:
     assert_as_measured(planned(2, "modulo_shard(mp=2, scheme=B, updates=every)"))
 
 
+@pytest.mark.slow
 def test_the_server_of_averages_needs_more_than_the_other_ranks() -> None:
     server, *others = memory_of_all(planned(3, "local_sgd(period=2, through=server)").program)
     assert server.peak > others[0].peak == others[1].peak

@@ -54,6 +54,7 @@ WEIGHED += [(name, strategy) for name, strategy in UNDERWEIGHED if name != "mlp"
 WEIGHED += [("transformer", "data_parallel"), ("alexnet", "layer_separation(n_c=2, n_f=1)")]
 
 
+@pytest.mark.slow
 @sampled(("name", "strategy"), WEIGHED, one_in=len(WEIGHED))
 def test_the_planner_weighs_what_a_step_comes_to(name: str, strategy: str, request: pytest.FixtureRequest) -> None:
     """The sum of the parts where layers are whole; elsewhere parts that take turns make the planner weigh more."""
@@ -75,6 +76,7 @@ def test_the_planner_weighs_what_a_step_comes_to(name: str, strategy: str, reque
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ranks_that_need_more_than_they_have_are_named_with_the_parts_of_their_need() -> None:
     done = planned(3, "layer_separation(n_c=2, n_f=1)").program
     peaks = [memory.peak for memory in memory_of_all(done)]
@@ -88,6 +90,7 @@ def test_ranks_that_need_more_than_they_have_are_named_with_the_parts_of_their_n
     assert all(part in line for part in ("parameters ", "gradients ", "optimizer state ", "activations "))
 
 
+@pytest.mark.slow
 def test_ranks_short_by_different_amounts_get_a_line_each() -> None:
     done = planned(3, "parameter_server(servers=1)").program
     with pytest.raises(PlacementError) as error:

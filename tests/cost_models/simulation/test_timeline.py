@@ -89,6 +89,7 @@ def test_a_servers_link_carries_all_workers() -> None:
     assert simulate(program, slow).step_seconds == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 def test_one_slow_device_and_one_slow_link_make_every_step_slower() -> None:
     for strategy in ["data_parallel", "layer_separation", "late_multiply", "modulo_shard"]:
         program = planned(4, strategy).program
@@ -108,6 +109,7 @@ def test_a_ring_over_hosts_uses_the_links_of_all_their_ranks_or_the_one_they_sha
     assert own == pytest.approx(simulate(program, toy(2 * hosts.link.bandwidth)).step_seconds, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_step_is_the_mean_of_a_round() -> None:
     """At a low bandwidth what a round exchanges is all that counts, and an ordinary step waits for nothing."""
     for period in [1, 2, 8]:
@@ -154,6 +156,7 @@ def test_spans_are_kept_when_asked_for() -> None:
     assert {span.rank for span in spans} == {0, 1}
 
 
+@pytest.mark.slow
 def test_gradients_of_accumulated_batches_are_exchanged_once() -> None:
     """On a slow link all but the exchange is hidden or paid in each batch: compute + exchange / batches."""
     for strategy in ["data_parallel", "parameter_server", "layer_separation", "modulo_shard(mp=2)"]:

@@ -64,6 +64,7 @@ def slow(bandwidth: float) -> Cluster:
     return replace(known, link=replace(known.link, bandwidth=bandwidth, latency=0.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "expected"), [(2, 3), (63, 3), (66, 2), (101, 2)])
 def test_a_layer_is_late_multiplied_where_inputs_and_errors_are_fewer_bytes_than_its_gradient(
     batch: int, expected: int
@@ -92,6 +93,7 @@ def test_late_multiply_is_priced_above_data_parallelism_where_it_sends_more() ->
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_size_of_groups_divides_the_world() -> None:
     for world, sizes in ((3, {3}), (4, {2, 4}), (6, {2, 3, 6})):
         (grouping,) = place(wide(), "modulo_shard", world).groups.values()

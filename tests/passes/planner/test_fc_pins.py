@@ -122,6 +122,7 @@ def test_pins_that_cannot_be_followed_are_refused_by_name() -> None:
         assert re.search(words, str(error.value)), name
 
 
+@pytest.mark.slow
 def test_pins_of_tied_layers_are_refused_by_name() -> None:
     with pytest.raises(PlacementError, match="asks head to be late-multiplied, but only linear layers of their own"):
         of_tokens(True, head=Placement(sync="late_multiply"))

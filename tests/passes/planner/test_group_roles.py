@@ -65,6 +65,7 @@ def test_the_roles_of_three_stages_have_groups_of_their_own() -> None:
     assert result.holds, str(result)
 
 
+@pytest.mark.slow
 def test_a_division_of_the_world_is_chosen_in_which_the_groups_fit() -> None:
     pins: dict[str, Any] = {"[abc]": COLUMNS}
     program = separated(2, 3, strategy="layer_separation", **pins)

@@ -56,6 +56,7 @@ def test_at_a_low_bandwidth_a_step_takes_what_3_4_says_is_sent(world: int, J: in
     assert found.samples_per_second == pytest.approx(world * BATCH * J / exchanges, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_rank_computes_a_share_of_each_layer_by_the_shapes_of_its_slices(world: int) -> None:
     at_once = replace(toy(), link=Link(1e18, 0.0))

@@ -120,6 +120,7 @@ def test_where_no_checkpoint_is_whole_all_are_named_and_nothing_changes(tmp_path
     ]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_beside_a_damaged_checkpoint_and_replaces_it(tmp_path: Path) -> None:
     written("data_parallel", lambda rank: tmp_path)
     flip(tmp_path / "step-000002" / MANIFEST, random.Random(2))

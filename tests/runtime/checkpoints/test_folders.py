@@ -63,6 +63,7 @@ def test_losing_a_disk_loses_nothing(where: str, strategy: str, lost: int, tmp_p
     assert all(each[-3:] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"] for each in files)
 
 
+@pytest.mark.slow
 def test_the_last_ones_are_kept_and_those_of_a_future_that_was_given_up_are_set_aside(tmp_path: Path) -> None:
     def run(worker: Worker) -> None:
         for _ in range(4):
@@ -81,6 +82,7 @@ def test_the_last_ones_are_kept_and_those_of_a_future_that_was_given_up_are_set_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003", "step-000004.superseded"]
 
 
+@pytest.mark.slow
 def test_no_rank_goes_on_while_another_removes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     removed = shutil.rmtree
 

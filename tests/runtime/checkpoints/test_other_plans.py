@@ -121,6 +121,7 @@ def test_any_strategy_goes_on_from_any_other(before: str, after: str, tmp_path: 
     assert_same(last, state, 1e-4)
 
 
+@pytest.mark.slow
 def test_other_global_batches_are_told(tmp_path: Path) -> None:
     data, target = images(6)
     other = compiled(Small(drop=0.5), (data,), target, F.cross_entropy, 2, "data_parallel")

@@ -108,6 +108,7 @@ def test_dropout_goes_on_with_the_masks_of_the_steps_to_come(tmp_path: Path) -> 
     assert_goes_on(program, [batch_of(program.plan.global_batch) for _ in range(4)], tmp_path)
 
 
+@pytest.mark.slow
 def test_numbers_in_the_optimizer_keep_their_precision(tmp_path: Path) -> None:
     program = planned(2, "data_parallel", torch.float64)
     batches = [images(program.plan.global_batch, torch.float64) for _ in range(6)]
@@ -131,6 +132,7 @@ def test_a_rate_that_was_set_by_hand_goes_on_under_any_plan(tmp_path: Path) -> N
         assert on_workers(small(strategy), resumed) == [0.025, 0.025]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_by_torch_alone_under_the_models_names(tmp_path: Path) -> None:
     program = planned(2, "modulo_shard(mp=2)", pins={"fc*": Placement(holding="sharded", group=2, split="columns")})
 
@@ -176,6 +178,7 @@ OTHER_RUNS: list[tuple[str, int, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
     saved_run(tmp_path)
 
@@ -203,6 +206,7 @@ def test_another_plan_goes_on_between_updates_only(tmp_path: Path) -> None:
     on_workers(small("late_multiply"), run, accumulate=2)
 
 
+@pytest.mark.slow
 def test_tensors_that_differ_are_named_with_their_shapes(tmp_path: Path) -> None:
     saved_run(tmp_path)
     model = Small()

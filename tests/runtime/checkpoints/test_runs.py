@@ -53,6 +53,7 @@ def test_a_run_that_did_not_resume_leaves_the_checkpoints_of_another_alone(
     assert on_workers(small(), lambda worker: worker.resume(tmp_path)) == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_its_folder_under_another_plan_and_in_others(tmp_path: Path) -> None:
     on_workers(small(), trained(tmp_path / "a", 1))
     on_workers(small("late_multiply"), trained(tmp_path / "a", 1, resume=True))

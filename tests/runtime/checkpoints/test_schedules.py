@@ -153,6 +153,7 @@ def without_head(params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Opti
         return torch.optim.SGD([p for name, p in params if not name.startswith("5.")], lr=0.1)
 
 
+@pytest.mark.slow
 def test_groups_that_cannot_be_matched_are_refused_before_anything_changes(tmp_path: Path) -> None:
     cases = [
         (layerwise, "LambdaLR", joined, "LambdaLR", "has 0.weight in group 1 of 3, this run in group 1 of 1"),

@@ -205,6 +205,7 @@ PROGRAMS: dict[str, Callable[[], CompiledProgram]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_messages")
 @along(1, place=[PLACES[-1], *PLACES[:-1]], overlap=[True, False], name=["conv", "mlp"])
 def test_servers_are_the_same_training_as_one_process(name: str, place: Where, overlap: bool) -> None:
@@ -257,6 +258,7 @@ def test_adam_clipping_and_accumulation_are_those_of_one_process(place: Where, o
     assert_same(results[0][1], state, 1e-9)
 
 
+@pytest.mark.slow
 def test_a_server_trains_its_rows_and_a_worker_what_it_alone_holds() -> None:
     def run(worker: Worker) -> dict[str, torch.Size]:
         worker.step(*part_of(worker, batch_of(8), (4, 4)))

@@ -71,6 +71,7 @@ def test_a_traceback_into_a_folder_names_the_file_that_one_would_edit(tmp_path: 
     assert f'"{tmp_path.resolve() / "conv.py"}", line 4' in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.slow
 def test_ranks_may_load_at_the_same_time() -> None:
     """Two builds whose modules have the same names; the first one takes its time."""
     builds = {name: {"rank0.py": f"import time\ntime.sleep(0.1)\nname = {name!r}\n"} for name in ("a", "b", "c")}

@@ -75,6 +75,7 @@ def planned(
     return compiled(model, *batch_of(4), loss, world, strategy, analysed=program, **options)
 
 
+@pytest.mark.slow
 @along(1, scheme=["B/K", "BK", "B"], loss=[weighted, F.cross_entropy], optimizer=[adam, sgd])
 def test_groups_are_exact_trainings_averaged_by_hand(scheme: str, loss: Any, optimizer: Any) -> None:
     sizes = [3, 4, 5, 2]

@@ -106,6 +106,7 @@ def fragments_of(program: Any) -> list[list[str]]:
 # -- DiLoCo ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @along(1, name=["counting", "norm"], optimizer=[adam, sgd])
 def test_the_averaged_change_of_a_round_is_the_gradient_of_an_outer_optimizer(name: str, optimizer: Any) -> None:
     sizes = [2, 3, 4]

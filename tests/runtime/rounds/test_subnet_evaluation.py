@@ -77,6 +77,7 @@ def test_the_whole_model_is_evaluated_and_saved_with_statistics_of_the_last_batc
     assert all(second != pytest.approx(first) for first, _, second in results)
 
 
+@pytest.mark.slow
 def test_a_normalisation_without_statistics_has_none_to_compute() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7, track_running_stats=False), nn.ReLU(), nn.Linear(7, 4))

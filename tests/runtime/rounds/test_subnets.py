@@ -197,6 +197,7 @@ def test_an_optimizer_whose_state_does_not_begin_with_zero_is_refused() -> None:
         on_workers(made, lambda worker: None, optimizer=torch.optim.Rprop)
 
 
+@pytest.mark.slow
 def test_a_round_does_not_end_while_batches_wait_for_their_update() -> None:
     network = chain(7, 5)
     x, y = torch.randn(6, INPUTS), torch.randint(0, CLASSES, (6,))

@@ -133,6 +133,7 @@ class Stage(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_a_compiled_stage_is_one_graph_in_all_steps_and_draws_what_one_process_draws() -> None:
     counter = CompileCounter()
 

@@ -40,6 +40,7 @@ from tests.support.sampling import in_one
 LATE = 0.1  # seconds that somebody comes late
 
 
+@pytest.mark.slow
 def test_what_is_issued_between_steps_is_passed_on_and_not_recorded() -> None:
     program = planned(2, "data_parallel", norm=True)
     batch = images(program.plan.global_batch)
@@ -167,6 +168,7 @@ def test_clocks_of_one_host_begin_together_and_those_of_another_when_the_barrier
     assert first != second and abs(first - second) < 5.0
 
 
+@pytest.mark.slow
 def test_where_the_stream_is_held_events_stand_on_both_sides_of_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a GPU that comes to an event every 10 ms, long after the program has asked for it."""
     clock = iter(range(100))

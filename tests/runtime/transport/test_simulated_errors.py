@@ -132,6 +132,7 @@ def test_a_rank_that_still_computes_keeps_the_others_from_a_deadlock() -> None:
     assert results[1] == 7.0
 
 
+@pytest.mark.slow
 def test_a_wait_longer_than_the_timeout_is_a_lost_peer() -> None:
     with pytest.raises(PeerLost, match=r"rank 0 waited 0.05 s: irecv \(1,\) float32 from rank 1"):
         run_ranks(2, lambda t: received(t, torch.ones(1), 1) if t.rank == 0 else time.sleep(0.3), timeout=0.05)
