@@ -69,7 +69,10 @@ class CompiledStages(Feature):
             if not self._is_on:
                 text = f"without torch.compile: {without:.3g} s a step, with it {with_it:.3g} s"
         if text and self._transport.rank == 0:
-            print(f"splitc: stages run {text}", file=sys.stderr, flush=True)
+            self._say(f"run {text}")
+
+    def _say(self, text: str) -> None:
+        print(f"splitc: stages {text}", file=sys.stderr, flush=True)
 
     def _now(self) -> float:
         """The host's clock; in steps that are compared, once the device has done all before."""
@@ -87,6 +90,8 @@ class CompiledStages(Feature):
                     return fast()(*arguments)
                 except Exception as error:  # an error of the part's own is raised again below
                     self._why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                    if len(self._seconds) == self._last:  # the others are not told any more
+                        self._say(f"of rank {self._transport.rank} run on without torch.compile: {self._why}")
             return part(*arguments)
 
         return run

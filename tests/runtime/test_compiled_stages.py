@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from splitc.compiled import CompiledProgram
+from splitc.runtime import compiled_stages
 from splitc.runtime.compiled_parts import compiled_methods
 from splitc.runtime.compiled_stages import TRIED, WARM_UP, CompiledStages
 from splitc.runtime.worker import Worker
@@ -217,6 +219,34 @@ def test_what_cannot_be_compiled_on_one_rank_runs_as_it_is_on_all_and_one_line_s
     assert next(made) == 2
     text = "splitc: stages run without torch.compile, which failed: RuntimeError: no compiler is here\n"
     assert capsys.readouterr().err == text
+
+
+def test_a_rank_that_cannot_compile_a_later_batch_says_so_and_trains_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch of another size is compiled when it comes, after the ranks have decided together."""
+    made = itertools.count()
+    monkeypatch.setattr(compiled_stages, "WARM_UP", 1)
+    monkeypatch.setattr(torch, "compile", lambda part, backend: later(part) if next(made) == 1 else part)
+
+    def later(part: Any) -> Any:
+        calls = itertools.count()
+
+        def run(*arguments: Any) -> Any:
+            if next(calls) == 2:
+                raise RuntimeError("too many sizes")
+            return part(*arguments)
+
+        return run
+
+    _, program = plain("data_parallel")
+    batches = [batch_of(8) for _ in range(4)]
+    results = on_workers(program, lambda worker: train(worker, batches), compile_stages="eager")
+    expected = on_workers(program, lambda worker: train(worker, batches))[0][1]
+    assert expected is not None
+    assert_same(results[0][1], expected, 0.0)
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"splitc: stages of rank \d run on without torch.compile: RuntimeError: too many sizes\n", said)
 
 
 # -- with the compiler -------------------------------------------------------------------------------------------------
