@@ -75,6 +75,9 @@ class Updates:
 
         Returns whether the step is to raise `error`.  An overflow that a dynamic scale answers is no reason.
         """
+        for _, parameter in self.state.trained if is_last else ():
+            if (gradient := parameter.grad) is not None and (gradient.is_conj() or gradient.is_neg()):
+                parameter.grad = gradient.resolve_conj().resolve_neg()  # for which foreach has no ops in place
         gradients = [gradient for _, gradient in self.state.trained_gradients()] if is_last else []
         for divisor in (self.accumulate, self.loss_scale):
             for group in _by_dtype(gradients) if divisor != 1 else ():
