@@ -40,6 +40,7 @@ def test_a_schedule_with_a_deadlock_does_not_leave_the_compiler() -> None:
         run_pass(Backwards(), separated().program)
 
 
+@pytest.mark.slow
 def test_a_node_lost_in_the_split_is_named() -> None:
     class Forgetful(SplitRanks):
         def run(self, program):  # type: ignore[no-untyped-def]
@@ -54,6 +55,7 @@ def test_a_node_lost_in_the_split_is_named() -> None:
         run_pass(Forgetful(), separated().program)
 
 
+@pytest.mark.slow
 def test_a_cut_in_a_pass_that_forgets_its_sends_is_refused() -> None:
     class Silent(InsertComm):
         def run(self, program):  # type: ignore[no-untyped-def]

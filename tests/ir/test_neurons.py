@@ -38,6 +38,7 @@ def net(run: Callable[[Any, Tensor], Tensor], **modules: nn.Module) -> nn.Module
     return made(run, **modules)
 
 
+@pytest.mark.slow
 def test_weights_are_dealt_by_rows_and_columns_and_vectors_with_their_neurons() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         return m.out(F.dropout(F.gelu(m.norm2(m.fc2(F.relu(m.norm(m.fc1(x)))))), 0.1, m.training))
@@ -121,6 +122,7 @@ def test_layers_whose_values_are_added_are_dealt_alike_and_concatenated_ones_apa
     assert dealt["out.weight"] == [(1, "c")]
 
 
+@pytest.mark.slow
 def test_a_layer_whose_value_meets_a_concatenation_is_dealt_as_its_parts() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         both = torch.cat([m.na(m.a(x)), m.nb(m.b(x))], 1)
@@ -151,6 +153,7 @@ def test_hidden_layers_need_a_normalisation_after_them_and_the_last_does_not() -
     assert [node.name for node in found.final] == ["out"]
 
 
+@pytest.mark.slow
 def test_a_block_of_a_transformer_needs_its_output_normalised() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         h = m.e(x)

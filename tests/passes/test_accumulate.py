@@ -77,6 +77,7 @@ def test_a_plan_with_batches_to_an_update_is_written_and_read() -> None:
     assert "accumulate" not in replace(plan, accumulate=1).to_json()
 
 
+@pytest.mark.slow
 def test_batches_to_an_update_are_a_whole_number() -> None:
     for accumulate in [0, -1, 1.5]:
         with pytest.raises(PlacementError, match=r"accumulate is .*; it must be a whole number of at least 1"):

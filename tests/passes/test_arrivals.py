@@ -78,6 +78,7 @@ def test_targets_go_whole_to_every_head_rank_unless_a_pin_says_otherwise() -> No
     assert cut_of(separated(2, 2, a=ROWS, c=Placement(arrives="batch")), "target").arrives is State.BATCH
 
 
+@pytest.mark.slow
 def test_by_default_examples_are_routed_and_gathered_in_the_group() -> None:
     for pin in (COLUMNS, replace(ROWS, arrives="batch")):
         cut = cut_of(separated(2, 2, a=pin))
@@ -89,6 +90,7 @@ def test_an_arrival_in_a_state_that_nothing_reads_is_refused() -> None:
         separated(2, 2, a=replace(ROWS, arrives="replicate"))
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_how_values_arrive_and_older_ones_load() -> None:
     plan = separated(2, 2, a=WHOLE).plan
     assert Plan.from_json(plan.to_json()) == plan and plan.to_json().count('"arrives"') == 1
@@ -122,6 +124,7 @@ def in_pieces(n_c: int, n_f: int, microbatches: int, schedule: str, **pins: Any)
     return CompiledProgram(program, model, Example.bind(model, (x,), y, F.cross_entropy), settings)
 
 
+@pytest.mark.slow
 @sampled("pin", [ROWS, WHOLE], one_in=2, ids=str)
 def test_evaluation_of_a_smaller_uneven_batch_is_that_of_one_process(pin: Placement) -> None:
     program = separated(3, 2, a=pin, b=Placement(state="batch"), c=ROWS)

@@ -280,6 +280,7 @@ def test_a_tied_embedding_and_head_are_one_shard(world: int, state: str | None) 
     assert "comm.embedding(" in "".join(program.files.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [None, "columns"])
 def test_tied_layers_that_are_divided_unlike_each_other_are_refused_by_name(split: str | None) -> None:
     other = "whole" if split is None else "divided along dim 1"
@@ -340,6 +341,7 @@ def test_a_penalty_counts_once_whatever_the_states_of_its_parameter_and_the_loss
     trained(model, vectors(classes=5), world, a=pin(world, state=first), fc=pin(world, state=second))
 
 
+@pytest.mark.slow
 def test_a_module_in_two_states_that_is_no_function_of_its_parameters_is_refused_by_name() -> None:
     def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(net.fc(net.norm(torch.tanh(net.norm(x)))) * net.norm.weight[:5], y)

@@ -205,6 +205,7 @@ def test_a_loss_may_keep_a_centre() -> None:
     assert program.verify(dtype=torch.float64).holds
 
 
+@pytest.mark.slow
 @along(mix=[None, sliced], after=[False, True])
 def test_a_momentum_encoder_is_captured_however_it_is_written(mix: Callable[..., None] | None, after: bool) -> None:
     example = torch.randn(4, 6), torch.randn(4, 6)

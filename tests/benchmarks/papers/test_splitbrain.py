@@ -58,6 +58,7 @@ def test_the_parameters_of_each_layer_are_those_of_table_1() -> None:
     assert [variant().parameters([layer.name]) for layer in splitbrain_vgg().layers] == TABLE_1
 
 
+@pytest.mark.slow
 def test_groups_of_eight_save_about_two_thirds_of_the_parameters_memory() -> None:
     """The abstract says up to 67 %."""
     assert memory_saving(variant().P, variant().P - variant().P_c, 8) == pytest.approx(0.66, abs=0.005)

@@ -207,6 +207,7 @@ def test_the_symbols_of_a_model_are_its_counts_and_its_seconds() -> None:
     assert s.T_c == pytest.approx(parts.seconds(parts.conv, 4, V100)) and 0 < s.T_f < s.T_c
 
 
+@pytest.mark.slow
 def test_a_model_of_linear_layers_alone_has_conv_fc_split_where_the_user_says_so() -> None:
     program = splitbrain_vgg()
     upper = conv_fc_split(program, fc=["fc1", "fc2"])

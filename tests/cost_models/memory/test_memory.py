@@ -241,6 +241,7 @@ def test_the_server_of_averages_needs_more_than_the_other_ranks() -> None:
     assert server.peak > others[0].peak == others[1].peak
 
 
+@pytest.mark.slow
 def test_a_rank_without_work_needs_nothing() -> None:
     assert memory_of(planned(2, "single_device").program, 1) == RankMemory(0, 0, 0, 0, 0, most=0)
 

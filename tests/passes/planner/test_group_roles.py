@@ -87,6 +87,7 @@ REFUSED: dict[str, tuple[int, int, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_groups_that_a_separation_cannot_have_are_refused(name: str) -> None:
     n_c, n_f, pins, words = REFUSED[name]
@@ -94,6 +95,7 @@ def test_groups_that_a_separation_cannot_have_are_refused(name: str) -> None:
         separated(n_c, n_f, **pins)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_roles_share_is_refused_in_groups() -> None:
     with pytest.raises(PlacementError, match=r"trunk\.weight is used in several roles"):
         separated(2, 2, tied=True, a=COLUMNS)

@@ -84,6 +84,7 @@ def needed(world: int) -> tuple[float, list[float]]:
     return total, [layers[name] for name in layers if request.gradient(name)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_rank_needs_what_it_owns_and_its_slices(world: int) -> None:
     """Parameters with momentum: 1/n owned; 1/n or 1/n^2 of each matrix in a slice, with gradient and momentum."""
@@ -93,6 +94,7 @@ def test_a_rank_needs_what_it_owns_and_its_slices(world: int) -> None:
     assert total < sum(layers) * 2, "with two buffers of the slices"
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_two_ranks_fits_four() -> None:
     limit = (needed(2)[0] + needed(4)[0]) / 2
     assert plan(toy(), 4, IndependentSubnets(local_steps=4), memory=limit).world == 4

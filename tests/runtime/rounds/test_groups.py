@@ -153,6 +153,7 @@ def test_a_group_has_an_in_batch_loss_of_its_own_examples() -> None:
     assert_same(got, {key.removeprefix("model."): tensor for key, tensor in units.items()}, EXACT)
 
 
+@pytest.mark.slow
 def test_what_groups_cannot_do_is_refused() -> None:
     for options, why in (
         ("mp=4, period=2", "groups of mp = 4 do not divide 4 ranks into several"),
@@ -185,6 +186,7 @@ def test_a_server_averages_as_peers_do(strategy: str, world: int, units: list[li
     assert_same(states[0], states[1], EXACT)
 
 
+@pytest.mark.slow
 def test_a_server_sends_and_receives_what_all_others_have() -> None:
     program = planned("local_sgd(period=2, through=server)", 3)
     parameters = sum(p.nbytes for name, p in known()[0].named_parameters() if name != "gain")

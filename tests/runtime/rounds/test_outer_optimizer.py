@@ -119,6 +119,7 @@ def test_the_averaged_change_of_a_round_is_the_gradient_of_an_outer_optimizer(na
 # -- streaming DiLoCo --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @in_pairs(2, fragments=[2, 1, 3], delay=[1, 0, 2], outer=[(LR, MOMENTUM), (1.0, 0.0)], optimizer=[adam, sgd])
 def test_fragments_take_turns_under_computing(
     fragments: int, delay: int, outer: tuple[Any, ...], optimizer: Any
@@ -134,6 +135,7 @@ def test_fragments_take_turns_under_computing(
     assert_same(results[0][1], expected, EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [2, 5])
 def test_a_round_that_ends_while_fragments_travel_waits_for_them_and_leaves_all_ranks_alike(steps: int) -> None:
     batches, sizes = doubles(6, steps), [3, 3]
@@ -178,6 +180,7 @@ def test_options_without_sense_are_refused() -> None:
             parse_strategy(f"local_sgd(period=8, {options})")
 
 
+@pytest.mark.slow
 def test_a_plan_file_holds_all_of_it() -> None:
     options = LocalSGD(16, outer_lr=0.7, outer_momentum=0.9, fragments=2, delay=3, mixing=0.25)
     plan = planned("net", str(options), 2).plan
