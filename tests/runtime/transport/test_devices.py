@@ -176,6 +176,8 @@ def test_a_group_that_is_bound_to_a_gpu_says_which_it_is(
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=bound))
     assert joined("cuda:nccl")["where"] == "cuda:3"
     assert joined("cuda:nccl", device="cuda:2")["where"] == "cuda:2"
+    bound.bound_device_id = None
+    assert joined("cuda:nccl")["where"] == "cuda:1"
 
 
 def test_the_backends_of_a_group_that_is_there_decide_what_is_staged(
@@ -189,17 +191,6 @@ def test_the_backends_of_a_group_that_is_there_decide_what_is_staged(
     assert chosen == [1, 1]  # where it has NCCL, for the groups of gloo that are made beside it
     with pytest.raises(LaunchError, match="make the process group with the backend 'cpu:gloo,cuda:nccl'"):
         joined("cuda:nccl", device="cpu")
-
-
-def test_the_device_that_a_group_is_bound_to_is_taken(
-    gpus: GPUs, joined: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus(4, uuid="A")
-    bound = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=bound))
-    assert joined("cuda:nccl")["where"] == "cuda:3"
-    bound.bound_device_id = None
-    assert joined("cuda:nccl")["where"] == "cuda:1"
 
 
 def test_rank_0_says_what_a_run_takes_where_it_is_asked_to(
