@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
@@ -45,6 +46,8 @@ _NOT_READ = ("graph", "root", "evaluation", "outputs")  # of a program; the text
 _EXACT = 1e-6  # a smaller gap is none
 _EQUAL = 0.03  # of a step, for which no batches are accumulated
 _MANY = 256  # layers, from which simulating takes seconds
+_PIECES = (2, 4)  # numbers of microbatches, beside one, that finalists have
+_REACH = 0.2  # of the best rate, below which a plan is no finalist, though prices are of another machine
 _TRANSFERS = 50_000  # of a step that is simulated where other plans are known, in a world of more than a few ranks
 
 
@@ -93,6 +96,35 @@ class Place(Pass[Program, PlacedProgram]):
         several = self._simulated(self._request(program), everything=True)
         return [each for few in several for each in few if each.feasible]
 
+    def finalists(self, program: Program, number: int) -> list[Plan]:
+        """At most `number` different plans that may be the fastest, to be measured: the one to take unmeasured first.
+
+        The best of each strategy, then of its other divisions and microbatches, of those that are within reach.
+        """
+        asked = [self]
+        if self.strategy.compares and self.strategy.microbatches is None:
+            asked += [replace(self, strategy=replace(self.strategy, microbatches=pieces)) for pieces in _PIECES]
+        found: dict[tuple[object, ...], tuple[float, Plan]] = {}
+        for place in asked:
+            request = place._request(program)
+            several = place._simulated(request, self.strategy.compares)
+            priced = tuple(map(fastest, several))
+            for each in chain(*several):
+                is_asked = each.exact or not self.strategy.compares
+                if each.plan is not None and each.feasible and is_asked and not _in_vain(each.plan):
+                    plan = place._predicted(request, _with_fewest_batches(request, each), priced)
+                    kept, rate = found.get(kind := _kind(plan)), each.samples_per_second
+                    if kept is None or rate > kept[0]:
+                        found[kind] = rate, plan
+        first = self.run(program).plan
+        ranked = sorted(found.items(), key=lambda each: -each[1][0])
+        turns, order = Counter([first.strategy]), list[tuple[int, int, Plan]]()
+        for k, (kind, (rate, plan)) in enumerate(ranked):
+            if kind != _kind(first) and rate >= _REACH * ranked[0][1][0]:
+                order.append((turns[plan.strategy], k, plan))
+                turns[plan.strategy] += 1
+        return [first, *(plan for *_, plan in sorted(order, key=lambda each: each[:2]))][:number]
+
     def _key(self, program: Program) -> str | None:
         """A digest of what the plan follows from; None if a text does not tell all of it."""
         graph = None if is_off() else graph_text(program)
@@ -114,7 +146,10 @@ class Place(Pass[Program, PlacedProgram]):
                 break  # none is left: what is short is told when the plan is compiled
             several, priced = left, tuple(map(fastest, left))
             chosen = self._choose(priced)
-        chosen = _with_fewest_batches(request, chosen)
+        return self._predicted(request, _with_fewest_batches(request, chosen), priced)
+
+    def _predicted(self, request: Request, chosen: PricedPlan, priced: tuple[PricedPlan, ...]) -> Plan:
+        """The whole plan with its prices.  priced: the best of each strategy."""
         assert chosen.plan is not None, "a feasible strategy has a plan"
         plan = self._whole(chosen.plan)
         gap = replace(chosen, bound=max(each.bound for each in priced)).gap
@@ -222,6 +257,17 @@ def _compared(request: Request, proposed: list[list[PricedPlan]], most: float) -
             best = max(best, tried[-1].promise if each.exact else 0.0)
         found.append(tried or several[:1])
     return best, found
+
+
+def _in_vain(plan: Plan) -> bool:
+    """Whether it has microbatches although nothing travels."""
+    return plan.microbatches > 1 and len({rank for ranks in plan.roles.values() for rank in ranks}) == 1
+
+
+def _kind(plan: Plan) -> tuple[object, ...]:
+    """What plans of one division and one way to sum gradients have in common."""
+    roles = tuple((len(ranks), plan.grouping(role).size) for role, ranks in plan.roles.items())
+    return roles, plan.microbatches, frozenset((each.holding, each.sync) for each in plan.placements.values())
 
 
 def _with_fewest_batches(request: Request, chosen: PricedPlan) -> PricedPlan:

@@ -14,6 +14,7 @@ from splitc.capture.example.example import Example, Inputs, Loss
 from splitc.capture.regions.regions import importable
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.deferred import DeferredProgram
+from splitc.errors import PlacementError
 from splitc.ir.autocast import require_autocast
 from splitc.ir.cluster import Cluster
 from splitc.ir.costs import COUNTED, require_counted
@@ -41,6 +42,7 @@ def compile(
     batch: Batch = None,
     costs: str = COUNTED,
     accumulate: int = 1,
+    tune: float = 0.0,
     name: str | None = None,
     plan: Plan | None = None,
     watch: Watcher | None = None,
@@ -67,6 +69,8 @@ def compile(
     costs: "counted", by FLOPs and bytes; no other prices of layers are there.
     accumulate: batches to an update that are allowed, over which gradients are summed once: the plan takes as many, or
     fewer that are as fast.
+    tune: seconds in which `worker` runs finalists, different plans that may be the fastest, in turns on its ranks, to
+    take the fastest.  Weights, data and random numbers stay as they were; what was the fastest on these hosts is kept.
     plan: compile this plan instead of choosing one.  watch: called after every pass.
     """
     with refusals_told(world) as call:
@@ -75,7 +79,10 @@ def compile(
         asked = in_microbatches(parse_strategy(strategy), microbatches)
         require_autocast(autocast)
         require_counted(costs)
-        settings = Settings(world, global_batch, cluster, asked, pins or {}, memory, autocast, code, accumulate)
+        if tune and (plan is not None or asked.inserts_norm):
+            raise PlacementError("tune chooses among plans of the model as it is: leave out plan, and subnets' norms")
+        given = world, global_batch, cluster, asked, pins or {}, memory, autocast, code, accumulate, tune
+        settings = Settings(*given)
         if example is None:
             return DeferredProgram(model, loss, settings, name, call, batch)
         bound = Example.bind(model, example, target, loss, batch)

@@ -38,15 +38,17 @@ from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower
 from splitc.passes.share_forward import with_shared_forward
 from splitc.passes.use_plan import UsePlan
-from splitc.report.text import report
+from splitc.report.text import report, tried
 from splitc.report.what_if import what_fits
 from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.own_code import plain_tensors
 from splitc.runtime.parameter_groups import OptimizerFactory
+from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.distributed import rank_among
 from splitc.runtime.transport.meeting import Call, join
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
+from splitc.tuned import FINALISTS, tuned
 from splitc.verify.batches import scaled_down
 from splitc.verify.borrowed import borrowed
 from splitc.verify.verify import Verification, verify_program
@@ -54,7 +56,10 @@ from splitc.verify.verify import Verification, verify_program
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `compile` other than model and data.  code: where the model's Python is, see `OwnCode`."""
+    """The arguments of `compile` other than model and data.  code: where the model's Python is, see `OwnCode`.
+
+    tune: seconds in which finalists are run to choose among them; 0: none is.
+    """
 
     world: int
     global_batch: int | None = None
@@ -65,6 +70,7 @@ class Settings:
     autocast: torch.dtype | None = None
     code: str | None = None
     accumulate: int = 1
+    tune: float = 0.0
 
     def place(self, model: str = "", kept: list[LoweredProgram] | None = None) -> Place:
         """The pass that chooses a plan for them.
@@ -108,7 +114,9 @@ def compile_example(
     waits = watch is None and rank_among(world) > 0  # for the files of rank 0, in `worker`
     if inserts_norm(settings, plan) and not waits:
         model = with_norms(model, analysed(model, example, evaluation=False), world)
-    return CompiledProgram(program if waits else program(), model, example, replace(settings, world=world))
+    made = CompiledProgram(program if waits else program(), model, example, replace(settings, world=world))
+    made.analysed = lambda: analysed(model, example, evaluation=evaluation)
+    return made
 
 
 def with_norms(model: nn.Module, program: Program, world: int) -> nn.Module:
@@ -200,6 +208,7 @@ class CompiledProgram:
     ) -> None:
         self._program, self._model, self._example, self._settings = program, model, example, settings
         self.call = Call()
+        self.analysed: Callable[[], Program] = lambda: analyse(model, example)
 
     @cached_property
     def program(self) -> LoweredProgram:
@@ -292,9 +301,47 @@ class CompiledProgram:
         where torch sees any.
         """
         transport = join(self._settings.world, backend, device, self.call)
+        options |= {"clip_norm": clip_norm, "accumulate": accumulate, "seed": seed}
+        make = partial(Worker, keys=first_names(self._model.state_dict()), optimizer=optimizer, **options)
+        return self.worker_on(transport, make)
+
+    def worker_on(self, transport: Transport, make: Callable[..., Worker]) -> Worker:
+        """The worker of this rank, after tuning where that was asked for.  Collective.
+
+        make: a Worker with all arguments but program, transport and weights.
+        """
+        if self._settings.tune:
+            given = self._model.state_dict(), lambda: self.weights()["extra"], self._settings.tune
+            trial = partial(make, check_finite=False)
+            plan, program = tuned(transport, self.finalists, trial, self.own, self.tensors, *given)
+            self._settings = settings = replace(self._settings, tune=0.0)
+            vars(self).pop("program", None), vars(self).pop("files", None)
+            self._program = program or (lambda: specialise(self.analysed(), settings, plan))
+            if program is not None:
+                print(tried(program.plan), flush=True)
         program, held = of_rank_0(transport, lambda: (self.files, self.parts()), self.own)
-        keys = transport.broadcast_object(first_names(self._model.state_dict()))
-        return Worker(program, transport, held, keys, optimizer, clip_norm, accumulate, seed, **options)
+        return make(program, transport, held)
+
+    def of(self, program: LoweredProgram) -> CompiledProgram:
+        """The same model compiled into another program, a finalist."""
+        return CompiledProgram(program, self._model, self._example, self._settings)
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The example's, by name."""
+        return self._example.tensors
+
+    def finalists(self, number: int = FINALISTS) -> list[LoweredProgram]:
+        """Programs of different plans that may be the fastest, its own first; those that fit into memory."""
+        program, own = self.analysed(), self.program
+        with under_autocast(program.root, program.autocast):
+            plans = self._settings.place(fingerprint(program)).finalists(program, number)
+        found = [own]
+        for plan in plans:
+            if plan.hash not in [each.plan.hash for each in found]:
+                with suppress(PlacementError):
+                    found.append(_specialise(program, self._settings, plan, None, no_progress))
+        return found
 
     @property
     def own(self) -> dict[str, Any]:

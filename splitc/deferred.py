@@ -16,6 +16,7 @@ from splitc.errors import LaunchError
 from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.loader import Loader, taken_over
 from splitc.runtime.parameter_groups import OptimizerFactory
+from splitc.runtime.transport.agreement import agreed
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.meeting import Call, join
 from splitc.runtime.weights import first_names
@@ -126,7 +127,13 @@ class DeferredWorker:
         return getattr(self.ready, name)
 
     def _start(self, batches: Iterable[Any]) -> None:
-        """Compile on rank 0's first batch.  Its error is raised on every rank."""
+        """Compile on rank 0's first batch, and tune on those of all ranks.  An error of one is raised on every rank."""
+        if self._program._settings.tune:
+            patient = self._transport.side_group() if self._transport.waits_hold_the_stream else None
+            with agreed(patient or self._transport, "compile the program"):
+                program = self._program.compile(_first(batches))
+            self._worker = program.worker_on(self._transport, self._make)
+            return
 
         def compiled() -> tuple[dict[str, str], Iterator[dict[str, Tensor]]]:
             program = self._program.compile(_first(batches))

@@ -23,6 +23,7 @@ _FUNCTIONS = {
     "inspect": "commands:inspect",
     "explain": "explaining:explain",
     "compile": "commands:compile",
+    "tune": "tuning:tune",
     "diff": "diffing:diff",
     "run": "commands:run_build",
     "verify": "commands:verify",

@@ -50,16 +50,19 @@ _PIN = "--pin 'classifier.*=fc' or --pin 'classifier.1=holding:sharded,group:2'"
 
 def compiled(args: argparse.Namespace) -> CompiledProgram:
     """The program that the options ask for."""
-    plan = None if args.plan is None else _plan(args, Path(args.plan))
+    given = vars(args).get("plan")
+    plan = None if given is None else _plan(args, Path(given))
     file, settings, program = analysed(args, plan)
     with Step(f"planning {file.name} on {settings.world} ranks", args.quiet) as step:
         placed = specialise(program, settings, plan, watch if args.verbose else None, step.doing(file.name))
-        if plan is None and args.command != "verify":
+        if plan is None and args.command not in ("verify", "tune"):
             step.now(f"planning {file.name} with faster links and larger batches")
             with suppress(TimeoutError):
                 prediction = replace(placed.plan.prediction, advice=advice(settings.place(), program, placed.plan))
                 placed = replace(placed, plan=replace(placed.plan, prediction=prediction))
-    return CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code))
+    made = CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code))
+    made.analysed = lambda: program
+    return made
 
 
 def analysed(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
-from splitc.runtime.launch.torchrun import forward, of_ranks, stopped_like_ctrl_c
+from splitc.runtime.launch.torchrun import Lines, forward, of_ranks, stopped_like_ctrl_c
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _GRACE = 15.0  # seconds for the other hosts to end by themselves once one has failed, and then when they are told to
@@ -85,8 +85,10 @@ def parse_hosts(text: str, world: int) -> list[Host]:
     return [Host(name, int(ranks) if ranks else left // len(open_hosts)) for name, ranks in named]
 
 
-def run_on_hosts(folder: Path, plan: Plan, hosts: Sequence[Host], arguments: Sequence[str]) -> int:
-    """Copy the build, run it, and end it everywhere when a host fails; returns 1 then."""
+def run_on_hosts(
+    folder: Path, plan: Plan, hosts: Sequence[Host], arguments: Sequence[str], to: Lines | None = None
+) -> int:
+    """Copy the build, run it, and end it everywhere when a host fails; returns 1 then.  to: takes the ranks' stdout."""
     copies = [f'"$HOME"/.splitc/{shlex.quote(folder.resolve().name)}-{plan.hash}-{k}' for k in range(len(hosts))]
     common = {
         "python": shlex.quote(sys.executable),
@@ -112,7 +114,7 @@ def run_on_hosts(folder: Path, plan: Plan, hosts: Sequence[Host], arguments: Seq
         for k, (host, copy) in enumerate(zip(hosts, copies, strict=True))
     ]
     with stopped_like_ctrl_c():
-        return _together(hosts, scripts)
+        return _together(hosts, scripts, to or sys.stdout)
 
 
 def _copy(folder: Path, host: Host, script: str) -> None:
@@ -132,7 +134,7 @@ def _copy(folder: Path, host: Host, script: str) -> None:
         raise LaunchError(f"--hosts: {host.name}: {said[-1] if said else f'ssh ended with {process.returncode}'}")
 
 
-def _together(hosts: Sequence[Host], scripts: Sequence[str]) -> int:
+def _together(hosts: Sequence[Host], scripts: Sequence[str], to: Lines) -> int:
     """Run a script on each host until all have ended, or one has failed; its lines are shown once."""
     processes, threads, deadline = [], [], float("inf")
     shown: dict[str, object] = {}
@@ -143,7 +145,7 @@ def _together(hosts: Sequence[Host], scripts: Sequence[str]) -> int:
     try:
         for host, script in zip(hosts, scripts, strict=True):
             processes.append(process := _ssh(host, script))
-            threads.append(forward(process.stdout, sys.stdout, iter))
+            threads.append(forward(process.stdout, to, iter))
             threads.append(forward(process.stderr, sys.stderr, keep))
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             if deadline == float("inf") and any(process.poll() for process in processes):

@@ -98,6 +98,15 @@ def _compile(add: Add) -> None:
     add("--standalone", action="store_true", help="copy the runtime beside the scripts: they need torch alone")
 
 
+def _tune(add: Add) -> None:
+    _model_options(add, plan=False)
+    add("-o", "--output", metavar="FOLDER", default="build", help="where to write the fastest (default: build)")
+    add("--finalists", type=positive, default=6, metavar="N", help="different plans to run, at most (default 6)")
+    add("--budget", type=seconds, default=60.0, metavar="SECONDS", help="how long they run, about (default 60)")
+    add("--hosts", metavar="A,B:2", help="run on these hosts over ssh, as splitc run does; :2 are ranks of one")
+    add("--again", action="store_true", help="run them also where it is known which is the fastest on these hosts")
+
+
 def _run(add: Add) -> None:
     add("build", help="a folder that `splitc compile` wrote")
     add("arguments", nargs=argparse.REMAINDER, help="passed on to launch.py, for example --steps 3")
@@ -231,6 +240,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Add], None]]] = {
     "inspect": ("show the best placement of a model, what it costs, and why", _inspect),
     "explain": ("show what other placements of a layer would cost, and where the choice flips", _explain),
     "compile": ("write the per-rank scripts of a model", _compile),
+    "tune": ("run the plans that may be the fastest for some seconds each, and write the scripts of the best", _tune),
     "diff": ("show what differs between two plans; exit code 1 when they differ", _diff),
     "run": ("train a build on this machine, under torchrun", _run),
     "verify": ("show that the ranks train exactly as one process does", _verify),

@@ -32,6 +32,24 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """A plan that tuning ran, and how it ran.
+
+    plan: its hash.  predicted, measured: seconds of a step, measured the median of `turns`; spread: the relative
+    standard deviation of a turn.  failed: why it was out.
+    """
+
+    name: str
+    plan: str
+    global_batch: int
+    predicted: float
+    measured: float = 0.0
+    spread: float = 0.0
+    turns: int = 0
+    failed: str = ""
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The prices of a plan on a cluster.
 
@@ -41,6 +59,7 @@ class Prediction:
     layer_seconds: layer -> compute of its busiest rank in one step (s).  phases: of each rank's step, by simulation;
     none where nothing was simulated.  priced: the best plan of every strategy that was priced to choose the plan; all:
     prices every strategy.  reasons: layer -> why it was placed so.  advice: what would put idle ranks to work.
+    tried: the plans that were run to choose this one.
     """
 
     cluster: str = ""
@@ -54,6 +73,7 @@ class Prediction:
     phases: tuple[Phases, ...] = ()
     priced_on: str = ""
     advice: str = ""
+    tried: tuple[Tried, ...] = ()
     all: Callable[[], tuple[Candidate, ...]] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -71,7 +91,9 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields under their names in plan.json."""
-        return {KEYS.get(name, name): value for name, value in asdict(replace(self, all=None)).items() if name != "all"}
+        left_out = {"all", *(["tried"] if not self.tried else [])}
+        found = asdict(replace(self, all=None)).items()
+        return {KEYS.get(name, name): value for name, value in found if name not in left_out}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> tuple[Prediction, list[Problem]]:

@@ -44,6 +44,7 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "layers": [figures.layer(layer) for layer in program.layers],
         "ranks": [figures.rank(rank) for rank in range(plan.world)],
         "candidates": [_candidate(candidate) for candidate in plan.candidates],
+        "tried": [asdict(each) for each in plan.prediction.tried],
         "by_bytes": list(by_bytes(program)),
         "notes": list(program.notes),
     }

@@ -37,6 +37,7 @@ def report(program: LoweredProgram, everything: bool = False) -> str:
         _placements(rows, shown),
         _ranks(program, figures),
         _candidates(program.plan) if program.plan.candidates else "",
+        tried(program.plan),
         _reasons([layers[each] for each in shown if isinstance(each, int)], len(layers), everything),
     ]
     if program.frozen_layers:
@@ -181,6 +182,21 @@ def _candidates(plan: Plan) -> str:
     if equal := ", ".join(feasible[1:]):
         notes.insert(0, wrap(f"within the error of prediction ({ERROR:.0%}) of {feasible[0]}: {equal}", "  "))
     return "\n".join(["the best plan of each strategy", text, *notes])
+
+
+def tried(plan: Plan) -> str:
+    """The plans that tuning ran, the fastest first; empty where none did."""
+    ran = [each for each in plan.prediction.tried if each.measured and not each.failed]
+    ran.sort(key=lambda each: each.measured / each.global_batch)
+    rows = []
+    for each in ran:
+        rate, best = each.global_batch / each.measured, ran[0].global_batch / ran[0].measured
+        figures = f"{units.seconds(each.measured)} ± {each.spread:.1%}", f"{rate:,.0f}", f"{rate / best:.2f}"
+        rows.append([f"{each.name}{' *' * (each.plan == plan.hash)}", units.seconds(each.predicted), *figures])
+    notes = [wrap(f"{each.name} is out: {each.failed}", "  ") for each in plan.prediction.tried if each.failed]
+    headers = ["measured here", "predicted", "measured", "samples/s", "of best"]
+    align = ("left", "right", "right", "right", "right")
+    return "\n".join([table(headers, rows, align, elastic=0), *notes]) if rows else ""
 
 
 def _name(c: Candidate) -> str:

@@ -49,7 +49,7 @@ def test_what_gpus_and_networks_are_told_is_told_on_the_hosts_too(
         monkeypatch.setenv(name, value)
     seen: list[str] = []
     monkeypatch.setattr(hosts_module, "_copy", lambda folder, host, script: None)
-    monkeypatch.setattr(hosts_module, "_together", lambda hosts, scripts: seen.append(*scripts))
+    monkeypatch.setattr(hosts_module, "_together", lambda hosts, scripts, to: seen.append(*scripts))
     plan: Any = SimpleNamespace(hash="abc")
     hosts_module.run_on_hosts(tmp_path, plan, [Host("a", 1)], [])
     (exported,) = re.findall(r"^export (.*TORCH.*)$", seen[0], re.MULTILINE)

@@ -6,7 +6,7 @@ import json
 import pickle
 from dataclasses import replace
 
-from splitc.ir.prediction import PREDICTION_KEYS, Candidate, Prediction
+from splitc.ir.prediction import PREDICTION_KEYS, Candidate, Prediction, Tried
 from splitc.runtime.transport.phases import Phases
 
 PREDICTION = Prediction(
@@ -28,7 +28,9 @@ def test_a_prediction_reads_back_from_json() -> None:
 
 def test_the_file_keeps_its_keys_and_ignores_others() -> None:
     data = PREDICTION.to_dict()
-    assert tuple(data) == PREDICTION_KEYS and {"seconds", "predicted"} <= data.keys()
+    assert [key for key in PREDICTION_KEYS if key != "tried"] == [*data] and {"seconds", "predicted"} <= data.keys()
+    tried = replace(PREDICTION, tried=(Tried("mixed 4", "c0ffee", 64, 0.5, 0.6, 0.01, 3),))
+    assert Prediction.from_dict(json.loads(json.dumps(tried.to_dict()))) == (tried, [])
     assert Prediction.from_dict({**data, "of_a_later_version": 1}) == (PREDICTION, [])
 
 

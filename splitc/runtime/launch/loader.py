@@ -140,14 +140,23 @@ def of_rank_0(
 
     compiled: the files, and the weights of each rank.  own: as in `load_rank`.
     """
-    files, weights = None, None
-    # Planning may take minutes, and NCCL ends processes that wait so long.
-    patient = transport.side_group() if transport.waits_hold_the_stream else None
-    with agreed(patient or transport, "compile the program"):
-        if transport.rank == 0:
-            files, parts = compiled()
-            weights = list(parts)
-    files = transport.broadcast_object(files)
+    weights: list[dict[str, Tensor]] = []
+
+    def files_of() -> dict[str, str]:
+        texts, parts = compiled()
+        weights.extend(parts)
+        return dict(texts)
+
+    files = by_rank_0(transport, "compile the program", files_of)
     with agreed(transport, "load its program"):
         program = load_rank(files, transport.rank, own)
-    return program, scatter_state(transport, weights)
+    return program, scatter_state(transport, weights or None)
+
+
+def by_rank_0(transport: Transport, doing: str, value: Callable[[], Any]) -> Any:
+    """What rank 0 computes, on every rank; its error is raised on all.  Collective."""
+    # It may take minutes, and NCCL ends processes that wait so long.
+    patient = transport.side_group() if transport.waits_hold_the_stream else None
+    with agreed(patient or transport, doing):
+        found = value() if transport.rank == 0 else None
+    return transport.broadcast_object(found)

@@ -19,14 +19,25 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, TextIO
+from typing import IO, Protocol
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 _STOPS = ("SIGTERM", "SIGHUP")  # end the ranks as Ctrl-C does
 
 
-def torchrun(arguments: Sequence[str], world: int, quiet: bool = False) -> subprocess.CompletedProcess[str]:
+class Lines(Protocol):
+    """Takes lines that are written to it."""
+
+    def write(self, line: str, /) -> object: ...
+    def flush(self) -> object: ...
+
+
+def torchrun(
+    arguments: Sequence[str], world: int, quiet: bool = False, to: Lines | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run `arguments` on `world` processes of this machine.  quiet: capture the output instead of printing it.
+
+    to: takes the lines of stdout.
 
     Of what stands on stderr the ranks' own lines are kept, see `of_ranks`.
     Raises KeyboardInterrupt when it is interrupted, after all its processes have ended.
@@ -39,15 +50,19 @@ def torchrun(arguments: Sequence[str], world: int, quiet: bool = False) -> subpr
     with stopped_like_ctrl_c():
         process = subprocess.Popen(
             command,
-            stdout=subprocess.PIPE if quiet else None,
+            stdout=subprocess.PIPE if quiet or to else None,
             stderr=subprocess.PIPE,
             env=environment,
             start_new_session=True,
         )
         forwarding = forward(process.stderr, kept if quiet else sys.stderr, of_ranks)
+        output = b""
         try:
-            with process.stdout or io.BytesIO() as answers:
-                output = answers.read()
+            if to is not None:
+                forward(process.stdout, to, iter).join()
+            elif process.stdout is not None:
+                output = process.stdout.read()
+                process.stdout.close()
             process.wait()
         except BaseException:
             end_tree(process)
@@ -56,7 +71,7 @@ def torchrun(arguments: Sequence[str], world: int, quiet: bool = False) -> subpr
     return subprocess.CompletedProcess(command, process.returncode, output.decode(errors="replace"), kept.getvalue())
 
 
-def forward(pipe: IO[bytes] | None, to: TextIO, keep: Callable[[Iterable[str]], Iterable[str]]) -> threading.Thread:
+def forward(pipe: IO[bytes] | None, to: Lines, keep: Callable[[Iterable[str]], Iterable[str]]) -> threading.Thread:
     """Write the lines of a pipe that are kept, until it is closed, while this process does something else."""
 
     def write() -> None:

@@ -229,6 +229,17 @@ class Transport(ABC):
         """
         return None
 
+    def apart(self) -> Transport | None:
+        """A transport like this one on connections of its own, which ranks may `abandon`; None: there can be none.
+
+        Collective.
+        """
+        return None
+
+    def abandon(self) -> None:
+        """Give up an `apart` transport with all that is under way: other ranks that wait for this one fail."""
+        return
+
     def decided(self, numbers: Tensor) -> list[bool]:
         """Which of the numbers are not 0, for what a rank does next."""
         return list(map(bool, numbers.tolist()))

@@ -101,6 +101,19 @@ class TorchTransport(Transport):
         self._side_groups.append(TorchTransport(torch.device("cpu"), self._timeout, False, everyone=group))
         return self._side_groups[-1]
 
+    def apart(self) -> Transport | None:
+        if self.waits_hold_the_stream or self.world == 1:
+            return None  # NCCL's waits cannot be given up
+        group = self._new_group(tuple(range(self.world)), backend="gloo")
+        return TorchTransport(self.device, self._timeout, False, everyone=group, staged=self.staged)
+
+    def abandon(self) -> None:
+        atexit.unregister(self._close_at_exit)
+        for group in filter(None, self._groups.values()):
+            dist.destroy_process_group(group)
+        self._everyone, self._ways = None, []
+        self._groups.clear()
+
     def _close_at_exit(self) -> None:
         """Close a transport that a program left open, unless that could wait for other ranks."""
         if not self._under_way and not self.waits_hold_the_stream:
