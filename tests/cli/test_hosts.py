@@ -17,6 +17,7 @@ import pytest
 
 from splitc.cli import hosts as hosts_module
 from splitc.cli.hosts import Host, parse_hosts
+from splitc.cli.plan_file import read_plan_file
 from splitc.errors import LaunchError
 from tests import ROOT
 from tests.support.hosts import ADDRESSES, environment, stand_in_for_ssh, two_hosts
@@ -165,3 +166,22 @@ def test_measuring_on_hosts_is_refused_with_what_to_do(build: Path, hosts: Path)
     code, _, errors = run(build, hosts, "--hosts", "a,b", "--measure")
     assert code == 2
     assert "start torchrun yourself: launch.py --measure FILE" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_finalists_are_run_on_hosts_and_what_they_reached_comes_back(hosts: Path, tmp_path: Path) -> None:
+    """The folder is copied, and what rank 0 tells on the first host is heard here."""
+    command = ["tune", "examples/mlp.py", "--input", "8", "--world", "2", "--cluster", "cpu16-10gbe", "--budget", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "splitc.cli", *command, "--hosts", ",".join(ADDRESSES), "-o", str(tmp_path / "build")],
+        cwd=ROOT,
+        env=environment(HOME=str(hosts), PATH=f"{hosts}{os.pathsep}{os.environ['PATH']}", SPLITC_CACHE="off"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    tried = read_plan_file(tmp_path / "build" / "plan.json").prediction.tried
+    assert sum(each.measured > 0 for each in tried) > 1
+    assert "measured here" in done.stdout
+    assert of_copies(hosts) == []
