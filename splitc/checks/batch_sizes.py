@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 
 from splitc.errors import PlacementError
@@ -55,21 +56,30 @@ def step_problems(program: Program, plan: Plan) -> Iterator[str]:
 def _too_few_values(program: LoweredProgram, plan: Plan) -> Iterator[str]:
     """Yield where BatchNorm would have one value of each channel, or none, which would leave its statistics alone."""
     for stage in program.stages:
-        for node in (node for node in stage.graph.nodes if normalises_examples(program.root, node)):
+        nodes = [node for node in stage.graph.nodes if normalises_examples(program.root, node)]
+        runs = _examples_run(plan, stage.role) if nodes else {}
+        for node in nodes:
             spec = tensor_spec(node)
-            for rank in plan.roles[stage.role]:
-                for k in range(plan.turns(stage.role)):
-                    if not plan.pieces(stage.role, rank).parts(k):
-                        continue  # of a small batch
-                    sizes = plan.sizes_at(stage.role, rank, k)
-                    own = plan.batch(stage.role, rank, k) if info(node).state is State.BATCH else sum(sizes)
-                    batch, channels, *others = spec.at(own)
-                    values = batch * math.prod(others)
-                    if values == 1 or (values == 0 and plan.in_pieces):
-                        yield (
-                            f"{info(node).layer} ({info(node).source}): BatchNorm needs several values of each of its "
-                            f"{channels} channels, and rank {rank} ({stage.role}) has {values}"
-                        )
+            for (own, of_group), rank in runs.items():
+                batch, channels, *others = spec.at(own if info(node).state is State.BATCH else of_group)
+                values = batch * math.prod(others)
+                if values == 1 or (values == 0 and plan.in_pieces):
+                    yield (
+                        f"{info(node).layer} ({info(node).source}): BatchNorm needs several values of each of its "
+                        f"{channels} channels, and rank {rank} ({stage.role}) has {values}"
+                    )
+
+
+def _examples_run(plan: Plan, role: str) -> dict[tuple[int, int], int]:
+    """The numbers of examples that a rank of a role, and its group, compute on at once -> the first such rank."""
+    found: dict[tuple[int, int], int] = {}
+    are_there = cache(lambda pieces, k: bool(pieces.parts(k)))  # else the batch is small
+    for rank in plan.roles[role]:
+        for k in range(plan.turns(role)):
+            if are_there(plan.pieces(role, rank), k):
+                own = plan.batch(role, rank, k)
+                found.setdefault((own, sum(plan.sizes_at(role, rank, k))), rank)
+    return found
 
 
 def _batch_sizes(plan: Plan) -> dict[int, str]:
