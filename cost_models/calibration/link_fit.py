@@ -13,8 +13,9 @@ collectives that take much longer, only those determine the bandwidth, and the s
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,7 +53,9 @@ def fit_links(measured: LinkSamples, alike: bool = False) -> LinkFit:
     own = {first: [each for each in far if speeds.counts(each, first)] for first in speeds.group}
     overlaps = {first: [each for each in measured.overlaps if speeds.group[each.rank] == first] for first in own}
     links = _fill_in({first: _fit(own[first], overlaps[first]) for first in own}, own)
-    local = _fit(near, measured.overlaps) if near else None
+    shared = share_a_line(far, lambda each: price(each, links[speeds.slowest(each.ranks)]))
+    links = {first: replace(link, shared=shared) for first, link in links.items()}
+    local = _local(near, measured.overlaps) if near else None
 
     def fitted(sample: Sample) -> float:
         if local is not None and measured.local(sample.ranks):
@@ -127,7 +130,6 @@ def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
     def times_as_long(kind: str) -> float:
         return fit_factor((latency, each.nbytes / bandwidth, each.seconds) for each in kinds[kind])
 
-    pairs = max((len(each.ranks) // 2 for each in kinds["pairs"]), default=1)
     collectives = {}
     for name in COLLECTIVES:
         if kinds[name]:
@@ -138,10 +140,36 @@ def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
         bandwidth=bandwidth,
         latency=latency,
         duplex=not kinds["exchange"] or times_as_long("exchange") < 1.5,
-        shared=bool(kinds["pairs"]) and times_as_long("pairs") > (1 + pairs) / 2,
         processor=min(max(taken, 0.0), 2 / bandwidth),  # the core is busy with a byte no longer than both ends are
         collectives=collectives,
     )
+
+
+def _local(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
+    """The link within hosts; where its ranks share a line, with the bandwidth that one has while all send."""
+    link, pairs = _fit(samples, overlaps), [point(each) for each in samples if each.kind == "pairs"]
+    return (
+        link
+        if not share_a_line(samples, lambda each: price(each, link))
+        else replace(link, bandwidth=fit_line(pairs)[1])
+    )
+
+
+def share_a_line(samples: Sequence[Sample], priced: Callable[[Sample], float]) -> bool:
+    """Whether n pairs at once took rather n times as long as one than as long as it, over all sizes together.
+
+    minimise the sum of |log(seconds / (k * alone))| over k = 1 and k = n                                           (3)
+
+    alone: what a message of that size took between these ranks; as `priced` where none was timed.
+    """
+    own, whole = 0.0, 0.0
+    for each in samples:
+        if each.kind == "pairs":
+            like = (one for one in samples if one.kind == "message" and one.nbytes == each.nbytes)
+            alone = max((one.seconds for one in like if {*one.ranks} <= {*each.ranks}), default=0.0)
+            times = each.seconds / (alone or priced(replace(each, kind="message")))
+            own, whole = own + abs(math.log(times)), whole + abs(math.log(2 * times / len(each.ranks)))
+    return whole < own
 
 
 def _fill_in(links: dict[int, Link], own: Mapping[int, Sequence[Sample]]) -> dict[int, Link]:
@@ -150,13 +178,12 @@ def _fill_in(links: dict[int, Link], own: Mapping[int, Sequence[Sample]]) -> dic
     def seen_on(kind: str) -> list[Link]:
         return [link for first, link in links.items() if any(each.kind == kind for each in own[first])]
 
-    duplex, shared = seen_on("exchange"), seen_on("pairs")
+    duplex = seen_on("exchange")
     rates = {name: link.collectives[name] for link in links.values() for name in link.collectives}
     return {
         first: replace(
             link,
             duplex=all(each.duplex for each in duplex),
-            shared=any(each.shared for each in shared),
             collectives={name: link.collectives.get(name, rate) for name, rate in rates.items()},
         )
         for first, link in links.items()

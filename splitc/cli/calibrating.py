@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 MOST = 16  # ranks started on a machine without GPUs
 _BUSY = 0.3  # load per core above which the user is warned
+_MISSES = 0.3  # the error from which a row is pointed at
+_SHOWN = 6  # of these
 _PATIENCE = 120.0  # seconds that a rank waits for the others, in addition to twice the budget
 
 
@@ -144,8 +146,18 @@ def report(found: Calibration, output: Path) -> str:
     lines = [table, ""]
     if errors:
         lines += [f"errors: half within {errors[len(errors) // 2]:.0%}, all within {errors[-1]:.0%}", ""]
+        lines += list(_warnings(found.residuals))
     lines += [*_numbers(found.cluster), "", f"wrote {output}"]
     return "\n".join([*lines, f"use   splitc inspect MODEL --world N --cluster {output}"])
+
+
+def _warnings(residuals: Sequence[Residual]) -> Iterator[str]:
+    """What the fitted numbers do not tell right, the worst first."""
+    wrong = sorted((each for each in residuals if abs(_error(each)) >= _MISSES), key=lambda each: -abs(_error(each)))
+    if wrong:
+        rows = "; ".join(f"{each.what} ({100 * _error(each):+.0f} %)" for each in wrong[:_SHOWN])
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        yield _wrapped("warning", f"prices of what is like these miss by {_MISSES:.0%} and more: {rows}{more}") + "\n"
 
 
 def _error(each: Residual) -> float:
