@@ -20,6 +20,7 @@ from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.errors import PlacementError, bullets
 from splitc.ir.cluster import Cluster
+from splitc.ir.cluster_file import digest
 from splitc.ir.decode import at_least, decode
 from splitc.ir.disk_cache import digest_of, is_off, keep, recall
 from splitc.ir.pass_manager import Check, Pass
@@ -156,6 +157,7 @@ class Place(Pass[Program, PlacedProgram]):
         proved = chosen.proved and all(each.proved for each in priced if each.feasible)
         prediction = Prediction(
             cluster=self.cluster.name,
+            priced_on=digest(self.cluster),
             proof="heuristic" if not proved else "optimal" if gap <= _EXACT else "gap",
             gap=gap if gap > _EXACT else 0.0,
             step_seconds=chosen.seconds,

@@ -30,10 +30,10 @@ class Predict(Pass[LoweredProgram, LoweredProgram]):
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
         phases = simulate(program, self.cluster).phases
-        prediction = program.plan.prediction
-        if prediction.cluster != self.cluster.name:  # a plan that nobody priced, or elsewhere
-            prediction = Prediction(self.cluster.name, proof="heuristic")
-        prediction = replace(prediction, phases=phases, priced_on=digest(self.cluster))
+        prediction, numbers = program.plan.prediction, digest(self.cluster)
+        if prediction.priced_on != numbers:  # a plan that nobody priced, or elsewhere
+            prediction = Prediction(proof="heuristic", priced_on=numbers)
+        prediction = replace(prediction, phases=phases, cluster=self.cluster.name)
         plan = replace(program.plan, prediction=prediction)
         return replace(program, plan=plan, notes=(*program.notes, *_may_drift(plan, self.cluster)))
 

@@ -29,7 +29,7 @@ def cluster_to_correct(path: Path, plan: Plan) -> Cluster:
             f"--correct {path}: plan.json has no predicted phases to compare with; compile the model again"
         )
     priced = plan.prediction.cluster  # its name
-    if not path.exists() and priced not in (*known_clusters(), THIS_MACHINE):
+    if not path.exists() and not _is_known(plan):
         raise LaunchError(
             f"--correct {path}: there is no such file, and {priced} is none of the clusters that splitc knows by name; "
             f"give the file that describes it"
@@ -39,17 +39,26 @@ def cluster_to_correct(path: Path, plan: Plan) -> Cluster:
         cluster = load_cluster(source)
     except CostError as error:
         raise LaunchError(f"--correct {error}") from error
+    known = plan.prediction.priced_on
+    if digest(cluster) == known:
+        return cluster
     if cluster.name != priced:
         raise LaunchError(
             f"--correct {path} describes cluster {cluster.name}, but the build was planned for cluster {priced}; "
             f"give the file of {priced} or the name of a new file, or compile the model with --cluster {path}"
         )
-    if plan.prediction.priced_on and digest(cluster) != plan.prediction.priced_on:
+    if known:
         raise LaunchError(
             f"--correct {path}: cluster {cluster.name} has other numbers than those that the build was priced on: it "
             f"was corrected or edited since; compile again with --cluster {source}"
         )
     return cluster
+
+
+def _is_known(plan: Plan) -> bool:
+    """Whether splitc has the cluster that a plan was priced on, and not another one by that name."""
+    name, numbers = plan.prediction.cluster, plan.prediction.priced_on
+    return name == THIS_MACHINE or (name in known_clusters() and numbers in ("", digest(load_cluster(name))))
 
 
 def write_correction(path: Path, cluster: Cluster, factors: Factors, build: str, plan: Plan) -> Path | None:
@@ -84,7 +93,7 @@ def _back_up(path: Path) -> Path:
 
 def correction_command(folder: Path, plan: Plan) -> str:
     """The command that writes the correction."""
-    if plan.prediction.cluster in (*known_clusters(), THIS_MACHINE):
+    if _is_known(plan):
         file, where = f"{plan.prediction.cluster}-measured.toml", "a new cluster file"
     else:
         file, where = "CLUSTER.toml", f"the file of cluster {plan.prediction.cluster}, with its name for CLUSTER.toml"

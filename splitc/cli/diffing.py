@@ -101,7 +101,13 @@ def _placed(place: LayerPlacement | None) -> str:
 
 
 def predicted(before: Plan, after: Plan) -> Iterator[Difference]:
-    """Yield what differs in the figures that both plans have."""
+    """Yield what differs in the figures that both plans have, and first the numbers that they were priced on."""
+    of = [
+        each.prediction.priced_on and f"{each.prediction.cluster} ({each.prediction.priced_on})"
+        for each in (before, after)
+    ]
+    if all(of) and before.prediction.priced_on != after.prediction.priced_on:
+        yield Difference("cluster", *of)
     for (what, a, text), (_, b, _) in zip(_figures(before), _figures(after), strict=True):
         if a and b and a != b:
             yield Difference(what, text(a), f"{text(b)} ({b / a:.2f}x)")

@@ -57,10 +57,11 @@ def test_builds_and_files_are_compared_and_a_difference_is_exit_code_1(capsys: C
 
 def test_plans_that_decide_the_same_are_exit_code_0_whatever_they_predict(capsys: Capture, files: Path) -> None:
     text = json.loads((files / "b.json").read_text())
-    (files / "c.json").write_text(json.dumps({**text, "step_seconds": 9.0}))
+    (files / "c.json").write_text(json.dumps({**text, "step_seconds": 9.0, "priced_on": "c0ffee"}))
     done = splitc(capsys, "diff b.json c.json")
     assert done.code == 0
     assert "both decide the same" in done.out and "step, as planned: " in done.out
+    assert "cluster: " in done.out and "(c0ffee)" in done.out
 
 
 def test_a_file_that_is_no_plan_is_exit_code_2(capsys: Capture, files: Path) -> None:

@@ -308,6 +308,19 @@ def test_a_users_cluster_file_is_corrected_and_kept_as_it_was(
     assert parse_cluster(Path("ours.toml.bak2").read_text(), "") == found
 
 
+def test_a_cluster_is_known_by_its_numbers_and_not_by_its_name(
+    build: Path, ranks: Callable[..., Ran], capsys: Capture
+) -> None:
+    Path("renamed.toml").write_text(to_toml(replace(toy(), name="renamed")))
+    predicting(build, replace(toy(), name="ours"))
+    ranks(file_of([MEASURED]))
+    assert splitc(capsys, "run build --measure --correct renamed.toml").code == 0
+    predicting(build, replace(toy(), name=KNOWN.name))  # a file of that name with other numbers
+    done = splitc(capsys, "run build --measure")
+    assert f"into the file of cluster {KNOWN.name}" in done.out
+    assert splitc(capsys, "run build --measure --correct new.toml").code == 2
+
+
 # -- what is wrong -----------------------------------------------------------------------------------------------------
 
 

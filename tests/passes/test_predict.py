@@ -6,7 +6,10 @@ from dataclasses import replace
 from textwrap import dedent
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+import splitc
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.ir.cluster_file import digest
 from splitc.ir.placements import Placement
@@ -16,7 +19,7 @@ from splitc.passes.rewriting import lower
 from splitc.report.figures import as_json
 from splitc.report.text import report
 from tests.support.every_strategy import Asked, Pins, planned
-from tests.support.pair import placed_pair
+from tests.support.pair import pair, placed_pair
 from tests.support.printed import printed
 from tests.support.small_programs import small_cluster
 
@@ -71,6 +74,17 @@ def test_the_plan_and_the_program_stay_as_they_were() -> None:
     assert printed(after) == printed(before)
     assert after.plan.prediction.priced_on == digest(cluster)
     assert after.plan.prediction.simulated_seconds == max(each.step for each in after.plan.prediction.phases)
+
+
+def test_prices_are_kept_on_the_same_numbers_and_not_on_the_same_name() -> None:
+    cluster = small_cluster()
+    example, target = torch.randn(4, 8), torch.randn(4, 5)
+    chosen = splitc.compile(pair(), 2, example, target, loss=F.mse_loss, cluster=cluster).program
+    assert chosen.plan.step_seconds > 0 and chosen.plan.prediction.cluster == cluster.name
+    edited = Predict(replace(cluster, link=replace(cluster.link, latency=0.5))).run(chosen).plan.prediction
+    assert not edited.priced and edited.step_seconds == 0 and edited.simulated_seconds > 0.5
+    renamed = Predict(replace(cluster, name="another")).run(chosen).plan.prediction
+    assert renamed.cluster == "another" and renamed.step_seconds == chosen.plan.step_seconds and renamed.priced
 
 
 def test_a_slower_link_takes_longer_and_computes_the_same() -> None:
