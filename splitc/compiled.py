@@ -17,8 +17,9 @@ from splitc.checks.batch_sizes import require_batch_sizes, runs_batches_of
 from splitc.codegen.generate import generate
 from splitc.codegen.rank_weights import rank_weights, whole_state
 from splitc.codegen.save import require_importable, save_build
+from splitc.cost_models.calibration.hosts import require_described
 from splitc.cost_models.calibration.rank_timer import Progress, no_progress
-from splitc.cost_models.clusters.named import load_cluster
+from splitc.cost_models.clusters.named import is_this_machine, load_cluster
 from splitc.cost_models.memory.memory_check import require_memory_on
 from splitc.errors import InternalError, LaunchError, PlacementError
 from splitc.features import parts
@@ -111,6 +112,8 @@ def compile_example(
         return specialise(analysed(model, example, evaluation=evaluation), settings, plan, watch)
 
     world = settings.world if plan is None else plan.world
+    if plan is None and is_this_machine(settings.cluster) and rank_among(world, alone=-1) >= 0:
+        require_described("splitc.compile of an example")
     waits = watch is None and rank_among(world) > 0  # for the files of rank 0, in `worker`
     if inserts_norm(settings, plan) and not waits:
         model = with_norms(model, analysed(model, example, evaluation=False), world)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +17,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import splitc
+from splitc.compiled import CompiledProgram
+from splitc.cost_models.calibration import hosts
+from splitc.cost_models.calibration.calibrate import Calibration
+from splitc.cost_models.clusters import named
+from splitc.cost_models.clusters.named import load_cluster
 from splitc.deferred import DeferredProgram, DeferredWorker
 from splitc.errors import LaunchError
+from splitc.runtime.transport import meeting
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
@@ -240,3 +249,54 @@ def test_only_rank_0_reads_data_to_compile() -> None:
     dataset = Watching(*batch_of(8))
     on_deferred(Net(norm=False), lambda worker: worker.shard(dataset, 4))
     assert sorted(read) == [0, 1, 2, 3]
+
+
+def test_on_several_hosts_the_network_is_measured_and_the_plan_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two hosts of two ranks: what is planned on is what was measured among them, and never this machine."""
+    places = threading.local()
+    monkeypatch.setattr(hosts, "host", lambda: places.name)
+    monkeypatch.setattr(named, "measure_this_machine", lambda: pytest.fail("loopback is no network"))
+
+    def calibrate(transport: Transport, budget: float, name: str) -> Calibration:
+        assert all(transport.all_gather_objects(budget < 10))
+        return Calibration(replace(load_cluster(CLUSTER), name=name), ())
+
+    monkeypatch.setattr(hosts, "calibrate", calibrate)
+
+    def run(of: list[str], transport: Transport) -> Any:
+        places.name = of[transport.rank]
+        model = Net()
+        program = splitc.compile(model, transport.world, loss=F.cross_entropy, strategy="data_parallel")
+        assert isinstance(program, DeferredProgram)
+        make = partial(Worker, keys=first_names(model.state_dict()), optimizer=sgd)
+        return DeferredWorker(program, transport, make).loader(TensorDataset(*batch_of(32)), batch_size=4)
+
+    on_ranks(4, partial(run, ["a", "a", "b", "b"]))
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(
+        "splitc: measuring 2 hosts and the network between them for about 8 s; to leave it out, give"
+    )
+    assert re.fullmatch(
+        r"splitc: data_parallel on 4 ranks \(all x 4\), plan \w+, .* a step predicted on these-hosts", second
+    )
+    for of in (["a", "b", "b", "b"], ["a", "b", "a", "b"]):
+        with pytest.raises(LaunchError, match=r"unequal hosts do not show \(\d on a, \d on b\); give cluster="):
+            on_ranks(4, partial(run, of))
+
+
+def test_one_process_of_several_hosts_asks_for_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meeting, "_meetings", lambda world: [])
+    deferred = splitc.compile(Net(), 2, loss=F.cross_entropy)
+    assert isinstance(deferred, DeferredProgram)
+    given = (Net(), 2, *batch_of(4), F.cross_entropy)
+    with pytest.raises(LaunchError, match="one process cannot measure it; give cluster="):
+        splitc.compile(*given)
+    with pytest.raises(LaunchError, match="one process cannot measure it; give cluster="):
+        deferred.compile(batch_of(4))
+    described = splitc.compile(*given, cluster=CLUSTER, strategy="data_parallel")
+    assert isinstance(described, CompiledProgram) and described.plan.world == 2

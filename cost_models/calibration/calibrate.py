@@ -25,6 +25,7 @@ from splitc.cost_models.compute.clocks import threads
 from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster
 from splitc.runtime.transport.base import Transport
+from splitc.runtime.transport.devices import host
 
 BUDGET = 90.0  # seconds
 _DEVICES = 0.35  # of the budget; the rest is for the links
@@ -104,7 +105,8 @@ def calibrate_one_process(
 
 def _ranks(timer: RankTimer, separate: bool) -> RankLayout:
     gpu = timer.device.type == "cuda"
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", timer.world))
+    names = timer.transport.all_gather_objects(host())
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", names.count(host())))
     slots = torch.cuda.device_count() if gpu else max(1, cores() // torch.get_num_threads())
     if timer.transport.waits_hold_the_stream:
         slots = here  # NCCL has checked that each has a GPU of its own

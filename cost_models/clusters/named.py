@@ -11,6 +11,11 @@ from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import from_data, parse_cluster, to_data
 
 
+def is_this_machine(cluster: str | Path | Cluster | None) -> bool:
+    """Whether this names the machine that the process is on."""
+    return cluster is None or cluster == THIS_MACHINE
+
+
 def load_cluster(cluster: str | Path | Cluster | None = None) -> Cluster:
     """A known name, a `.toml` file, a Cluster, or this machine.
 
@@ -21,7 +26,7 @@ def load_cluster(cluster: str | Path | Cluster | None = None) -> Cluster:
     """
     if isinstance(cluster, Cluster):
         return from_data(to_data(cluster), f"cluster {cluster.name}")
-    if cluster is None or cluster == THIS_MACHINE:
+    if cluster is None or is_this_machine(cluster):
         return measure_this_machine()
     paths = cluster_files(cluster)
     try:

@@ -42,6 +42,12 @@ class Seat:
         return cls(socket.gethostname(), str(device), gpu, _gpus(), backend)
 
 
+def host() -> str:
+    """What tells this host from the others: its name and, under torchrun, its number, since names may be alike."""
+    number = os.environ.get("GROUP_RANK")
+    return socket.gethostname() + (f" (node {number})" if number else "")
+
+
 def device_of(device: str | torch.device | None) -> torch.device:
     """The device of this rank; None and "cuda" take the GPUs in sight in turn, by LOCAL_RANK.
 
