@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from splitc.checks.actions import actions_are_complete
+from splitc.cost_models.calibration.learning import basis, weights
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster
-from splitc.ir.cluster_file import digest
+from splitc.ir.cluster_file import base_digest, digest
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import Prediction
@@ -29,11 +30,22 @@ class Predict(Pass[LoweredProgram, LoweredProgram]):
     cluster: Cluster
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
-        phases = simulate(program, self.cluster).phases
-        prediction, numbers = program.plan.prediction, digest(self.cluster)
+        cluster, learned, numbers = self.cluster, self.cluster.learned, digest(self.cluster)
+        timeline = simulate(program, cluster)
+        prediction = program.plan.prediction
         if prediction.priced_on != numbers:  # a plan that nobody priced, or elsewhere
             prediction = Prediction(proof="heuristic", priced_on=numbers)
-        prediction = replace(prediction, phases=phases, cluster=self.cluster.name)
+        ran = learned.ran.get(program.plan.hash, 0.0) if learned is not None else 0.0
+        prediction = replace(
+            prediction,
+            phases=timeline.phases,
+            cluster=cluster.name,
+            based_on=base_digest(cluster),
+            factors={} if learned is None else learned.factors,
+            weights=weights(program, cluster, timeline),
+            basis="measured" if ran else basis(program, cluster),
+            ran=ran,
+        )
         plan = replace(program.plan, prediction=prediction)
         return replace(program, plan=plan, notes=(*program.notes, *_may_drift(plan, self.cluster)))
 

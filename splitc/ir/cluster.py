@@ -127,6 +127,22 @@ class Unlike:
 
 
 @dataclass(frozen=True)
+class Learned:
+    """What runs on a cluster have changed in its numbers.
+
+    base: digest of the numbers before.  factors: what takes how many times as long as those say.  runs: their number.
+    ran: hash of a plan -> its measured step (s).  seen: kind of transfer -> least and most ranks and bytes of those
+    that ran; kind of op -> nothing.
+    """
+
+    base: str
+    factors: Mapping[str, _Positive]
+    runs: _Count = 1
+    ran: Mapping[str, float] = field(default_factory=dict)
+    seen: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Devices joined by links.
 
@@ -135,6 +151,7 @@ class Cluster:
     world: number of devices; None if there is no limit.  source: where the numbers are from.
     ranks_share_device: the ranks of a host, or without hosts all ranks, compute on the same `cores`.  The device is one
     core; each of n computing ranks has cores / n of it, at most one, and 1/n of the memory.
+    learned: from runs, which is in the numbers already.
     """
 
     name: _Name
@@ -147,6 +164,7 @@ class Cluster:
     local_link: Link | None = None
     ranks_per_host: _Count | None = None
     unlike: Annotated[tuple[Unlike, ...], _TABLES] = ()
+    learned: Learned | None = None
 
     # -- devices -------------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,8 @@ def to_toml(cluster: Cluster) -> str:
 def to_data(cluster: Cluster) -> dict[str, Any]:
     """The tables of a cluster file; `from_data` reads them back to an equal cluster."""
     data = {key: value for key, value in asdict(cluster).items() if value not in (None, ())}
+    if cluster.learned is not None:
+        data["learned"]["seen"] = {kind: list(ranges) for kind, ranges in cluster.learned.seen.items()}
     if cluster.unlike:
         data["unlike"] = [{**each, "ranks": list(each["ranks"])} for each in data["unlike"]]
     for table in (data, *data.get("unlike", ())):
@@ -89,8 +91,13 @@ def digest(cluster: Cluster) -> str:
         return replace(device, name="", memory=1.0)
 
     unlike = tuple(replace(each, device=priced(each.device)) for each in cluster.unlike)
-    bare = replace(cluster, name="", source="", device=priced(cluster.device), unlike=unlike)
+    bare = replace(cluster, name="", source="", device=priced(cluster.device), unlike=unlike, learned=None)
     return hashlib.sha256(json.dumps(to_data(bare), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def base_digest(cluster: Cluster) -> str:
+    """The digest of a cluster as it was before runs changed its numbers."""
+    return digest(cluster) if cluster.learned is None else cluster.learned.base
 
 
 def parse_cluster(text: str, where: str) -> Cluster:

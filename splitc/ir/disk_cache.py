@@ -19,15 +19,9 @@ from typing import Any
 
 import torch
 
+from splitc.runtime.journal import cache_folder as cache_folder
+
 _LIMIT = 64_000_000  # bytes of all analyses; the oldest go first
-
-
-def cache_folder() -> Path:
-    """Where measurements and analyses are kept."""
-    moved = os.environ.get("SPLITC_CACHE", "")
-    if moved not in ("", "off"):
-        return Path(moved)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitc"
 
 
 def is_off() -> bool:

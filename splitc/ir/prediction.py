@@ -10,6 +10,9 @@ from typing import Any
 from splitc.ir.decode import Problem, decode, hints_of
 from splitc.runtime.transport.phases import Phases
 
+BASES = ("measured", "interpolated", "extrapolated")
+"""What a price follows from: the plan ran here; what it consists of did, or was calibrated; or neither."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -60,6 +63,8 @@ class Prediction:
     none where nothing was simulated.  priced: the best plan of every strategy that was priced to choose the plan; all:
     prices every strategy.  reasons: layer -> why it was placed so.  advice: what would put idle ranks to work.
     tried: the plans that were run to choose this one.
+    based_on: digest of the cluster before runs changed its numbers, by `factors`.  weights: of factors, as in
+    `calibration/learning.py`.  basis: one of `BASES`.  ran: the measured step of this plan there (s); 0 if it did not.
     """
 
     cluster: str = ""
@@ -74,6 +79,11 @@ class Prediction:
     priced_on: str = ""
     advice: str = ""
     tried: tuple[Tried, ...] = ()
+    based_on: str = ""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    basis: str = ""
+    ran: float = 0.0
     all: Callable[[], tuple[Candidate, ...]] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -91,7 +101,7 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields under their names in plan.json."""
-        left_out = {"all", *(["tried"] if not self.tried else [])}
+        left_out = {"all", *(name for name in _WHERE_KNOWN if not getattr(self, name))}
         found = asdict(replace(self, all=None)).items()
         return {KEYS.get(name, name): value for name, value in found if name not in left_out}
 
@@ -104,6 +114,7 @@ class Prediction:
         return cls(**{names[key]: value for key, value in values.items()}), problems
 
 
+_WHERE_KNOWN = ("tried", "based_on", "factors", "weights", "basis", "ran")
 KEYS = {"layer_seconds": "seconds", "phases": "predicted", "priced": "candidates"}
 """Fields that have another name in plan.json."""
 
