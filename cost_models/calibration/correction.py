@@ -1,17 +1,14 @@
-"""Correct a cluster by what a run measured.
+"""What a run took beside what was predicted, in two numbers; `learning.py` has those that change a cluster.
 
-    compute        c = sum of measured compute / sum of predicted, over ranks       rates / c, launch * c
-    communication  t = the same ratio, over ranks with more than 1 ms predicted     bandwidth / t
-
-One factor for computing and one for communication: `splitc calibrate` measures op classes and latencies.
+compute        sum of measured compute / sum of predicted, over ranks
+communication  the same ratio, over ranks with more than 1 ms predicted
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from splitc.ir.cluster import Cluster, Device, Link
 from splitc.runtime.transport.phases import Phases
 
 MIN_SECONDS = 1e-3
@@ -42,24 +39,3 @@ def factors_of(predicted: Sequence[Phases], measured: Sequence[Phases]) -> Facto
 
 def _ratio(measured: float, predicted: float) -> float | None:
     return measured / predicted if measured > 0 and predicted > 0 else None
-
-
-def corrected(cluster: Cluster, factors: Factors, world: int) -> Cluster:
-    """Return the cluster on which both factors would be 1: all devices, and the links that `world` ranks use."""
-
-    def device(given: Device) -> Device:
-        return given.slowed(factors.compute or 1.0)
-
-    def link(given: Link) -> Link:
-        return given.with_bandwidth(given.bandwidth / (factors.communication or 1.0))
-
-    local = cluster.local_link
-    one_host = local is not None and world <= (cluster.ranks_per_host or 0)
-    between_hosts = (lambda given: given) if one_host else link
-    return replace(
-        cluster,
-        device=device(cluster.device),
-        link=between_hosts(cluster.link),
-        local_link=None if local is None else link(local),
-        unlike=tuple(replace(u, device=device(u.device), link=between_hosts(u.link)) for u in cluster.unlike),
-    )

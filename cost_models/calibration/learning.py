@@ -27,6 +27,7 @@ from splitc.cost_models.simulation.timeline import Timeline, simulate
 from splitc.ir.cluster import COLLECTIVES, EFFICIENCIES, Cluster, Device, Link
 from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import wire
+from splitc.runtime.transport.phases import Phases
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "compute": ("conv", "matmul", "memory"),
@@ -77,13 +78,19 @@ class Run:
         return not self.predicted or abs(math.log(self.measured / self.predicted)) > _OTHER
 
 
+def priced(run: Run, factors: Mapping[str, float]) -> float:
+    """Seconds of the run's step by other factors than those that it was predicted with."""
+    logs = (w[0] * math.log(factors.get(f, 1.0) / run.factors.get(f, 1.0)) for f, w in run.weights.items())
+    return run.predicted * math.exp(sum(logs))
+
+
 def weights(program: LoweredProgram, cluster: Cluster, timeline: Timeline) -> dict[str, tuple[float, ...]]:
     """Factor -> its weights in the step, the computing and the communication of a program, whose timeline is known.
 
-    None for programs with very many transfers.
+    Even ones for programs with very many transfers.
     """
     if num_transfers(program, cluster) > _MOST:
-        return {}
+        return even_weights(timeline.phases)
     found = {}
     for factor in FACTORS:
         other = slowed(cluster, {factor: _CHANGE})
@@ -92,6 +99,16 @@ def weights(program: LoweredProgram, cluster: Cluster, timeline: Timeline) -> di
             logs = (math.log(b / a) if a > 0 < b else 0.0 for a, b in zip(_seconds(timeline), slower, strict=True))
             found[factor] = tuple(round(each / math.log(_CHANGE), 4) for each in logs)
     return {factor: each for factor, each in found.items() if any(each)}
+
+
+def even_weights(phases: Sequence[Phases]) -> dict[str, tuple[float, ...]]:
+    """The same where nothing but a prediction is known: the factors of a group have equal parts of it."""
+    slowest = max(phases, key=lambda each: each.step)
+    found = dict[str, tuple[float, ...]]()
+    for group, seconds, *parts in (("compute", slowest.compute, 1, 0), ("network", slowest.waiting, 0, 1)):
+        whole = (seconds / slowest.step, *parts)
+        found |= {factor: tuple(part / len(GROUPS[group]) for part in whole) for factor in GROUPS[group]}
+    return found
 
 
 def basis(program: LoweredProgram, cluster: Cluster) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import tomli_w
 
-from splitc.cost_models.calibration.learning import Run, fit, slowed
+from splitc.cost_models.calibration.learning import Run, even_weights, fit, slowed
 from splitc.cost_models.network.alpha_beta import ALGORITHMS, point_to_point
 from splitc.ir.cluster import Cluster, Learned
 from splitc.ir.cluster_file import base_digest, digest
@@ -80,19 +80,27 @@ def remember(
     few.  name: of the build or the model.
     """
     try:
+        if plan.prediction.priced_on != digest(cluster):
+            raise ValueError(f"the plan was not priced on {cluster.name}")
         run = run_of(cluster, plan, measured if isinstance(measured, Seen) else seen_in(measured, plan.period), name)
-        if (path := _path(source, run.based_on)) is not None:
-            with _alone(path):
-                _write(path, [*_read(path), run])
+        keep(source, run)
     except (OSError, ValueError, ArithmeticError) as error:
         warnings.warn(f"what {name or plan.hash} took was not recorded: {error}", stacklevel=2)
 
 
-def run_of(cluster: Cluster, plan: Plan, seen: Seen, name: str = "") -> Run:
-    """The entry of a run.  Raises ValueError for a plan that was priced on another cluster, or not at all."""
+def keep(source: str | Path | None, run: Run) -> None:
+    """Write a run into the record of its cluster; what cannot be written is a warning."""
+    try:
+        if (path := _path(source, run.based_on)) is not None:
+            with _alone(path):
+                _write(path, [*_read(path), run])
+    except OSError as error:
+        warnings.warn(f"the record of {run.based_on} cannot be written: {error}", stacklevel=2)
+
+
+def run_of(cluster: Cluster | None, plan: Plan, seen: Seen, name: str = "") -> Run:
+    """The entry of a run.  cluster: that the plan was priced on, for the prices of transfers, where it is at hand."""
     told = plan.prediction
-    if not told.phases or told.priced_on != digest(cluster):
-        raise ValueError(f"the plan was not priced on {cluster.name}")
 
     def pair(what: str) -> tuple[float, ...]:
         return tuple(sum(getattr(each, what) for each in of) for of in (told.phases, seen.ranks) if seen.ranks)
@@ -102,18 +110,18 @@ def run_of(cluster: Cluster, plan: Plan, seen: Seen, name: str = "") -> Run:
         name,
         plan.strategy,
         plan.world,
-        base_digest(cluster),
+        told.based_on or told.priced_on,
         told.simulated_seconds,
         (seen.step,),
         told.factors,
-        told.weights,
+        told.weights or even_weights(told.phases),
         pair("compute"),
         pair("communication"),
         dict(_by_kind(cluster, seen)),
     )
 
 
-def _by_kind(cluster: Cluster, seen: Seen) -> Iterator[tuple[str, tuple[tuple[float, ...], ...]]]:
+def _by_kind(cluster: Cluster | None, seen: Seen) -> Iterator[tuple[str, tuple[tuple[float, ...], ...]]]:
     """Kind and ranks, `all_reduce 4` -> by size: number in a step, bytes of one, its predicted and measured seconds."""
     found: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in (span for span in seen.transfers if span.nbytes):
@@ -126,11 +134,15 @@ def _by_kind(cluster: Cluster, seen: Seen) -> Iterator[tuple[str, tuple[tuple[fl
         for spans in sizes.values():
             sent = statistics.median(span.nbytes for span in spans)
             whole = sent if kind == "messages" else sent * n / (n - 1) / (2 if kind == "all_reduce" else 1)
-            link = cluster.link_over(range(n))
-            price = ALGORITHMS[kind](whole, n, link) if kind in ALGORITHMS else point_to_point(whole, link)
+            price = 0.0 if cluster is None else _price(kind, whole, n, cluster)
             took = statistics.median(span.end - span.start for span in spans)
             rows.append((round(len(spans) / seen.steps, 2), whole, float(f"{price:.4g}"), float(f"{took:.4g}")))
         yield key, tuple(sorted(rows, key=lambda row: -row[1])[:_SIZES])
+
+
+def _price(kind: str, nbytes: float, ranks: int, cluster: Cluster) -> float:
+    link = cluster.link_over(range(ranks))
+    return ALGORITHMS[kind](nbytes, ranks, link) if kind in ALGORITHMS else point_to_point(nbytes, link)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from splitc.cli.files import check_writable, write_file
-from splitc.cost_models.calibration.correction import Factors, corrected
+from splitc.cost_models.calibration.correction import Factors
+from splitc.cost_models.calibration.learning import Run, fit, slowed
+from splitc.cost_models.calibration.record import runs_on
 from splitc.cost_models.clusters.files import THIS_MACHINE, known_clusters
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import CostError, LaunchError
@@ -61,8 +63,8 @@ def _is_known(plan: Plan) -> bool:
     return name == THIS_MACHINE or (name in known_clusters() and numbers in ("", digest(load_cluster(name))))
 
 
-def write_correction(path: Path, cluster: Cluster, factors: Factors, build: str, plan: Plan) -> Path | None:
-    """Write the corrected cluster; returns the backup of the file, if there was one.
+def write_correction(path: Path, run: Run, factors: Factors, build: str, plan: Plan) -> Path | None:
+    """Write the cluster, fitted to this run and all before; returns the backup of the file, if there was one.
 
     A cluster in a new file is named after that file, since it is another cluster now.
     """
@@ -72,7 +74,9 @@ def write_correction(path: Path, cluster: Cluster, factors: Factors, build: str,
         if factor is not None
     ]
     note = f"corrected on {datetime.date.today().isoformat()} by build {build}, plan {plan.hash}: {', '.join(took)}"
-    new = corrected(cluster, factors, plan.world)
+    source = path if path.exists() else plan.prediction.cluster
+    cluster = load_cluster(source, learns=False)
+    new = slowed(cluster, fit([*runs_on(source, cluster), run]))
     new = replace(new, source="; ".join(filter(None, [cluster.source, note])))
     backup = _back_up(path) if path.exists() else None
     write_file("--correct", path, to_toml(new if backup else replace(new, name=path.stem)))

@@ -14,11 +14,12 @@ from splitc.cli.correcting import cluster_to_correct, correction_command, write_
 from splitc.cli.files import check_writable, write_file
 from splitc.cli.progress import Step
 from splitc.cost_models.calibration.correction import factors_of
+from splitc.cost_models.calibration.record import Seen, keep, run_of
 from splitc.cost_models.simulation.trace import chrome_trace
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
 from splitc.report.measurement import WIDTH, Measurement, as_json, as_text, factors_in_words, read_measurement
-from splitc.runtime.transport.phases import WARM_UP
+from splitc.runtime.transport.phases import TRACED, WARM_UP
 
 STEPS = 10
 
@@ -37,6 +38,13 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
         return 1
     usable = plan.prediction.phases and measured.examples == plan.global_batch
     factors = factors_of(plan.prediction.phases, measured.ranks) if usable else None
+    run = None
+    if factors is not None:
+        spans = tuple(span for span in measured.spans if span.stream == "comm")
+        seen = Seen(max(p.step for p in measured.ranks), measured.ranks, spans, min(TRACED, measured.steps))
+        run = run_of(cluster, plan, seen, folder.name)
+        if cluster is None:
+            keep(None, run)
     if args.json:
         print(json.dumps(as_json(plan, measured, factors), indent=1))
     else:
@@ -54,7 +62,8 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
     if cluster is None:
         print(correction_command(folder, plan), file=said)
     else:
-        kept = write_correction(args.correct, cluster, factors, folder.name, plan)
+        assert run is not None, "factors are of a run"
+        kept = write_correction(args.correct, run, factors, folder.name, plan)
         print(f"wrote {args.correct}{'' if kept is None else f'; as it was it is kept in {kept}'}", file=said)
         print(f"compile the model for it with: splitc compile MODEL --cluster {args.correct}", file=said)
     return 0

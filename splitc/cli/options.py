@@ -163,6 +163,7 @@ def _calibrate(add: Add) -> None:
 
 def _clusters(add: Add) -> None:
     add("names", nargs="*", metavar="name", help="print these clusters as files, with all numbers and their source")
+    add("--accuracy", action="store_true", help="of these, names or files, or of all: what ran there beside its price")
     add("--json", action="store_true", help="print all numbers as JSON (schema 1)")
 
 

@@ -30,6 +30,8 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "world": plan.world,
         "cluster": plan.prediction.cluster,
         "strategy": plan.strategy,
+        "basis": plan.prediction.basis,
+        "measured_seconds": plan.prediction.ran or None,
         "proof": plan.prediction.proof,
         "gap": plan.prediction.gap,
         "advice": plan.prediction.advice,

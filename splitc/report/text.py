@@ -106,7 +106,9 @@ def _price(plan: Plan) -> str:
     own = units.seconds(plan.prediction.program_seconds)
     own = f"; {own} by the planner's own price, which the proof is of" if plan.prediction.program_seconds else ""
     rate = f"{plan.samples_per_second:,.0f} samples/s"
-    return f"takes {units.seconds(plan.step_seconds)}, {rate} (predicted by simulation{own})"
+    told = plan.prediction
+    basis = f", measured here: {units.seconds(told.ran)}" if told.ran else f", {told.basis}" * bool(told.basis)
+    return f"takes {units.seconds(plan.step_seconds)}, {rate} (predicted by simulation{basis}{own})"
 
 
 def rank_list(ranks: Sequence[int]) -> str:
