@@ -39,6 +39,7 @@ from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower
 from splitc.passes.share_forward import with_shared_forward
 from splitc.passes.use_plan import UsePlan
+from splitc.report.drift import expected
 from splitc.report.text import report, tried
 from splitc.report.what_if import what_fits
 from splitc.runtime.launch.loader import of_rank_0
@@ -315,7 +316,7 @@ class CompiledProgram:
         """
         if self._settings.tune:
             given = self._model.state_dict(), lambda: self.weights()["extra"], self._settings.tune
-            trial = partial(make, check_finite=False)
+            trial = partial(make, check_finite=False, live=False)
             plan, program = tuned(transport, self.finalists, trial, self.own, self.tensors, *given)
             self._settings = settings = replace(self._settings, tune=0.0)
             vars(self).pop("program", None), vars(self).pop("files", None)
@@ -323,7 +324,15 @@ class CompiledProgram:
             if program is not None:
                 print(tried(program.plan), flush=True)
         program, held = of_rank_0(transport, lambda: (self.files, self.parts()), self.own)
-        return make(program, transport, held)
+        return self.followed(make(program, transport, held))
+
+    def followed(self, worker: Worker) -> Worker:
+        """The worker, which on rank 0 knows what its steps should take."""
+        if worker.live is not None and worker.rank.index == 0:
+            own = self._settings.cluster
+            source = own if isinstance(own, str | Path) else None
+            worker.live.expected = expected(self.program, self._settings.place, source)
+        return worker
 
     def of(self, program: LoweredProgram) -> CompiledProgram:
         """The same model compiled into another program, a finalist."""

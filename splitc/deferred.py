@@ -147,12 +147,15 @@ class DeferredWorker:
             return
 
         def compiled() -> tuple[dict[str, str], Iterator[dict[str, Tensor]]]:
-            program = self._program.compile(_first(batches))
-            _say(_chosen(program.plan))
-            return program.files, program.parts()
+            made.append(self._program.compile(_first(batches)))
+            _say(_chosen(made[0].plan))
+            return made[0].files, made[0].parts()
 
+        made: list[CompiledProgram] = []
         part, held = of_rank_0(self._transport, compiled, {"model": self._program._model, LOSS: self._program._loss})
         self._worker = self._make(part, self._transport, held)
+        for program in made:
+            program.followed(self._worker)
 
 
 def _chosen(plan: Plan) -> str:

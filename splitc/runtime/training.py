@@ -17,6 +17,7 @@ from .errors import LaunchError
 from .evaluation import Evaluation
 from .failed_step import failed_step
 from .features import FEATURES
+from .live import Live
 from .memory_format import formats
 from .optimizers import STEP, Made, make_optimizers, state_of
 from .parameter_groups import OptimizerFactory
@@ -26,6 +27,7 @@ from .spec import RankSpec, Shard, StepContext
 from .stage_state import StageState
 from .transport.agreement import agreed, require_equal
 from .transport.base import Transport
+from .transport.torch_transport import TorchTransport
 from .updates import DYNAMIC, LossScale, Updates
 
 
@@ -61,6 +63,7 @@ class Training:
     compile_stages: run stages under torch.compile where that is faster; a backend of it by name, throughout.
     check_replicas: steps after which the ranks that hold the same tensor compare it, and raise ReplicaError, all of
     them, where it differs; None: never.
+    live: rank 0 says how long steps take, and why when that changes.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Training:
         loss_scale: float | str | None = None,
         compile_stages: bool | str = False,
         check_replicas: int | None = None,
+        live: bool = True,
     ) -> None:
         accumulate = program.rank.accumulate if accumulate is None else accumulate
         plan = getattr(program, "PLAN", None)
@@ -111,6 +115,7 @@ class Training:
         for comm in self.rank.comms:
             comm.shared.optimizer_state = partial(state_of, self._optimizers)
         own_replicas = self.rank, self._state, self._optimizers, self._features
+        self.live = Live(transport) if live and transport.world > 1 and isinstance(transport, TorchTransport) else None
         self._replicas = None if check_replicas is None else Replicas(check_replicas, *own_replicas)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
 
 class Worker(Training):
     """Trains one rank, evaluates, and saves its state; `Training` says how it is made and steps."""
+
+    def step(self, *batch: Any, **named: Any) -> Tensor:
+        begun = time.monotonic()
+        loss = super().step(*batch, **named)
+        if self.live is not None:
+            self.live.after(begun, self.device.type == "cuda")
+        return loss
+
+    step.__doc__ = Training.step.__doc__
 
     def evaluate(self, *batch: Any, **named: Any) -> Tensor:
         """The global loss of one batch in evaluation mode, forward only; buffers are the first replica's.  Collective.
@@ -173,6 +183,8 @@ class Worker(Training):
     def close(self) -> None:
         """Wait for a checkpoint that is being written.  Raises its error.  Collective."""
         self._checkpoints.wait()
+        if self.live is not None:
+            self.live.close()
 
     def recompute_statistics(self, batches: Iterable[tuple[Any, ...]] | None = None) -> None:
         """Compute the means and deviations of normalisations anew, which subnets know of their own neurons alone.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import LaunchError
+from ..journal import note
+from ..live import Expected
 from ..parameter_groups import OptimizerFactory
 from ..transport.base import Transport
 from ..transport.distributed import init
@@ -89,6 +92,8 @@ def open_worker(
     worker = load_worker(
         folder, transport if args.measure is None else Recorder(transport), optimizer, args.seed, **options
     )
+    if worker.live is not None and worker.rank.index == 0:
+        worker.live.expected = _expected(folder)
     yield worker
     worker.close()
     if isinstance(worker, MeasuredWorker):
@@ -96,6 +101,22 @@ def open_worker(
         if all_steps is not None:
             write(report(all_steps, worker.examples, {"device": str(transport.device)}), args.measure)
     transport.close()
+
+
+def _expected(folder: Path) -> Expected:
+    """What the plan of a build says of its steps, as far as it can be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        told, rounds = plan["predicted"], plan.get("rounds") or {}
+        look = f"splitc calibrate -o now.toml, then splitc inspect MODEL --world {plan['world']} --cluster now.toml"
+        return Expected(
+            max((phases["step"] for phases in told), default=0.0),
+            [phases["compute"] for phases in told],
+            rounds.get("steps", 1) * plan.get("accumulate", 1),
+            lambda cause: f"whether another plan would be faster: {look}",
+            lambda seconds: note(plan, seconds, folder.name),
+        )
+    return Expected()
 
 
 def load_worker(

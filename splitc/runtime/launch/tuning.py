@@ -52,7 +52,7 @@ def _tune(folder: Path, budget: float, out: list[int]) -> None:
 
     def make(k: int, trial: Transport) -> tuple[Worker, tuple[Tensor, ...]]:
         module = load_rank(files[k], trial.rank)
-        return Worker(module, trial, weights, keys, _sgd), rows_of(module.rank, tensors)
+        return Worker(module, trial, weights, keys, _sgd, live=False), rows_of(module.rank, tensors)
 
     def note(k: int, each: Finalist | None) -> None:
         said = {"begins": k} if each is None else {"ended": k, **told(each)}

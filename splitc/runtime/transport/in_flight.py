@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import reduce
@@ -31,7 +32,7 @@ class InFlight:
     buffer; `wait` copies back what has arrived.
 
     staged: tensors travel through the CPU's memory.  losing_peers: around calls of torch, which it names when they
-    fail.  done: called once it has been waited for.
+    fail.  done: called once it has been waited for, with the time at which that began.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class InFlight:
         device: torch.device,
         staged: bool,
         losing_peers: Callable[[], AbstractContextManager[None]],
-        done: Callable[[], None] | None = None,
+        done: Callable[[float], None] | None = None,
     ) -> None:
         self._done = done
         self._staged, self._losing_peers = staged, losing_peers
@@ -102,6 +103,7 @@ class InFlight:
         return False
 
     def wait(self) -> None:
+        begun = time.monotonic()
         while self._works:
             with self._losing_peers():
                 self._works[0].wait()
@@ -111,7 +113,7 @@ class InFlight:
         self._arrivals.clear()
         self._buffers.clear()
         if self._done is not None:
-            self._done()
+            self._done(begun)
             self._done = None
 
 

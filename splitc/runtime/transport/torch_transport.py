@@ -7,6 +7,7 @@ that the backends cannot add are taken in a wider one.
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,7 @@ import torch.distributed.nn.functional  # its default arguments would keep a pro
 from torch import Tensor
 
 from ..errors import BackendError
+from ..live import Waits
 from .base import Message, PeerLost, Transport, Work, describe, describe_all
 from .in_flight import InFlight, as_bytes, cause, fails_by_itself, joined, summable
 
@@ -66,6 +68,7 @@ class TorchTransport(Transport):
         ranks = tuple(range(self.world))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {ranks: everyone}
         self._side_groups: list[TorchTransport] = []
+        self.waits = Waits()
         self._under_way = 0  # operations that nobody has waited for
         self._ways = [everyone, everyone]  # of messages to lower ranks, and to higher ones
         if self.waits_hold_the_stream and self.world > 1:
@@ -129,25 +132,25 @@ class TorchTransport(Transport):
             dist.destroy_process_group()
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        flight = self._flight(f"isend {describe(tensor)} to rank {dst}, tag {tag}")
+        flight = self._flight(f"isend {describe(tensor)} to rank {dst}, tag {tag}", (self.rank, dst))
         return flight.messages([(flight.outgoing(tensor), dst)], [], tag, self._ways[dst > self.rank])
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
-        flight = self._flight(f"irecv {describe(tensor)} from rank {src}, tag {tag}")
+        flight = self._flight(f"irecv {describe(tensor)} from rank {src}, tag {tag}", (src, self.rank))
         return flight.messages([], [(flight.incoming(tensor), src)], tag, self._ways[src < self.rank])
 
     def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
-        flight = self._flight(f"all_reduce {describe(tensor)} over ranks {ranks}")
+        flight = self._flight(f"all_reduce {describe(tensor)} over ranks {ranks}", ranks)
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         return flight.issue(dist.all_reduce, flight.summed(tensor), op=op, group=self._groups[ranks], async_op=True)
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
-        flight = self._flight(f"broadcast {describe(tensor)} from rank {src} over ranks {ranks}")
+        flight = self._flight(f"broadcast {describe(tensor)} from rank {src} over ranks {ranks}", ranks)
         buffer = flight.outgoing(tensor) if self.rank == src else flight.incoming(tensor)
         return flight.issue(dist.broadcast, as_bytes(buffer), src, group=self._groups[ranks], async_op=True)
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
-        flight = self._flight(f"all_gather {describe(tensor)} over ranks {ranks}")
+        flight = self._flight(f"all_gather {describe(tensor)} over ranks {ranks}", ranks)
         group = self._groups[ranks]
         if self.waits_hold_the_stream or len({output.shape for output in outputs}) == 1:
             buffers = [as_bytes(flight.incoming(output)) for output in outputs]
@@ -163,7 +166,7 @@ class TorchTransport(Transport):
         return flight.messages([(own, rank) for rank, _ in others], receives, _GATHER_TAG, self._everyone)
 
     def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
-        flight = self._flight(f"reduce_scatter {describe_all(pieces)} over ranks {ranks}")
+        flight = self._flight(f"reduce_scatter {describe_all(pieces)} over ranks {ranks}", ranks)
         if self.waits_hold_the_stream:
             options = {"group": self._groups[ranks], "async_op": True}
             (total,) = flight.parts(output, 1, dtype := summable(output.dtype))
@@ -186,7 +189,7 @@ class TorchTransport(Transport):
     ) -> Work:
         peers = [f"{describe(x)} to rank {dst}" for x, dst in sends]
         peers += [f"{describe(x)} from rank {src}" for x, src in receives]
-        flight = self._flight(f"exchange {', '.join(peers)}, tag {tag}")
+        flight = self._flight(f"exchange {', '.join(peers)}, tag {tag}", ranks)
         leaving = [(flight.outgoing(x), dst) for x, dst in sends]
         arriving = [(flight.incoming(x), src) for x, src in receives]
         group = self._groups[ranks] if self.waits_hold_the_stream else self._everyone
@@ -197,13 +200,20 @@ class TorchTransport(Transport):
         if self.rank in ranks:
             self._groups[ranks] = group
 
-    def _flight(self, what: str) -> InFlight:
-        """An operation that is about to be issued."""
+    def _flight(self, what: str, ends: tuple[int, ...]) -> InFlight:
+        """An operation among the ranks `ends` that is about to be issued."""
         self._under_way += 1
-        return InFlight(self.device, self.staged, partial(self._losing_peers, what), self._done)
+        done = partial(self._done, ends, time.monotonic())
+        return InFlight(self.device, self.staged, partial(self._losing_peers, what), done)
 
-    def _done(self) -> None:
+    def _done(self, ends: tuple[int, ...], issued: float, begun: float) -> None:
         self._under_way -= 1
+        self.waits.add(ends, issued, begun)
+
+    @property
+    def store(self) -> Any:
+        """That of the process group, for what ranks post and nobody waits for."""
+        return dist.distributed_c10d._get_default_store()
 
     def _new_group(self, ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
         """A group that every rank creates now, in one order; with `device_id` NCCL's communicator is there at once."""
