@@ -12,6 +12,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,20 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--at", type=int, default=40, help="the step at which links drop to half")
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--budget", type=float, default=40.0, help="seconds to calibrate")
+    parser.add_argument("--cluster", type=Path, help="calibrated before; it is not calibrated then")
     parser.add_argument("--rank", metavar="CLUSTER", help="be one of the ranks")
     args = parser.parse_args(argv)
     if args.rank is not None:
         _rank(args)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        return _drop(args, Path(folder) / "cluster.toml")
+        return _drop(args, args.cluster or Path(folder) / "cluster.toml")
 
 
 def _drop(args: argparse.Namespace, cluster: Path) -> int:
-    rate, step, said = parse_rate(args.rate), 0, list[tuple[int, str]]()
+    rate, step, said, clock = parse_rate(args.rate), 0, list[tuple[int, str]](), list[float]()
     with NetworkTestbed(args.world, rate=rate, cpus=args.cpus) as testbed:
-        with Session(testbed) as session:
-            cluster.write_text(session.calibrate(args.budget)[0])
+        if args.cluster is None:
+            with Session(testbed) as session:
+                cluster.write_text(session.calibrate(args.budget)[0])
         command = [sys.executable, "-m", "benchmarks.drift", "--rank", str(cluster), *sys.argv[1:]]
         first, *_ = [
             testbed.start(rank, command, cwd=ROOT, stdout=subprocess.PIPE if rank == 0 else None, stderr=None)
@@ -63,7 +66,9 @@ def _drop(args: argparse.Namespace, cluster: Path) -> int:
         for raw in first.stdout:
             line = raw.decode().strip()
             if line.startswith("made "):
-                step = int(line.split()[1])
+                step, clock = int(line.split()[1]), [*clock, time.perf_counter()]
+                if step % 10 == 0:
+                    print(f"{step:4}  {(clock[-1] - clock[-10]) / 9 * 1e3:.0f} ms a step", flush=True)
                 if step == args.at:
                     testbed.set_rate(rate / 2)
             else:
@@ -71,7 +76,7 @@ def _drop(args: argparse.Namespace, cluster: Path) -> int:
                 print(f"{step:4}  {line}", flush=True)
         first.wait()
     told = [step for step, line in said if step > args.at and ("run at" in line or "runs at" in line)]
-    other = [step for step, line in said if step > args.at and "plan would be" in line]
+    other = [step for step, line in said if step > args.at and "plan" in line]
     for what, found in (("the drop", told), ("a plan", other)):
         print(f"{what}: {f'after {found[0] - args.at} steps' if found else 'not reported'}")
     return 0 if told and other and told[0] - args.at <= WITHIN else 1

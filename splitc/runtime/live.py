@@ -136,7 +136,7 @@ class Live:
         if min(each.made for each in posted) < self._judged and self._made < self._judged + _TRIES:
             return
         now, self._judged = posted[0].step, -_TRIES
-        if self._shown and abs(now / self._shown - 1) <= max(CHANGE, self._noise):
+        if self._shown and abs(now / self._shown - 1) <= max(CHANGE, min(self._noise, DRIFT / 2)):
             self._changes = False
         elif self._shown and not self._changes:
             self._changes = True  # if that holds: one post may be of steps before and after it
