@@ -115,9 +115,9 @@ class Session:
         finally:
             self._files.close()
 
-    def load(self, name: str, folder: Path) -> None:
-        """Open the workers of the build in `folder`, under a name."""
-        self.do("load", name=name, folder=str(folder.resolve()))
+    def load(self, name: str, folder: Path, momentum: float = 0.9) -> None:
+        """Open the workers of the build in `folder`, under a name.  momentum: of their SGD."""
+        self.do("load", name=name, folder=str(folder.resolve()), momentum=momentum)
 
     def unload(self, name: str) -> None:
         """Forget the workers of a build."""

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.distributed import init
 
 
-def sgd(parameters: Iterable[Any], rate: float = 1e-3) -> torch.optim.Optimizer:
+def sgd(parameters: Iterable[Any], rate: float = 1e-3, momentum: float = 0.9) -> torch.optim.Optimizer:
     """What everything trains with.  parameters: with their names or without."""
-    return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=rate, momentum=momentum)
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ class SessionRank:
         self._images, self._kernels = torch.ones(16, 16, 64, 64), torch.ones(16, 16, 3, 3)
         self._trainings: dict[str, Training] = {}
 
-    def load(self, name: str, folder: str) -> dict[str, Any]:
+    def load(self, name: str, folder: str, momentum: float = 0.9) -> dict[str, Any]:
         """Open the worker of the build in `folder`, and draw the one batch that it will see again and again."""
-        worker = load_worker(Path(folder), self._transport, sgd)
+        worker = load_worker(Path(folder), self._transport, partial(sgd, momentum=momentum))
         batch = next(synthetic(worker.rank.spec))
         self._trainings[name] = Training(worker.step, batch, lambda: worker.rank.sent_bytes)
         return {}

@@ -1,7 +1,7 @@
 """Training steps as an engineer writes them by hand for one strategy, with torch.distributed alone: yardsticks.
 
 They train a model that has `features`, `avgpool` and a `classifier` of linear layers, as AlexNet does, with the mean
-cross entropy over the examples of all ranks.  Every step and every `state` is collective.
+cross entropy over the examples of all ranks; DDP's train any model.  Every step and every `state` is collective.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from benchmarks.by_hand.common import parts
-from benchmarks.by_hand.ddp import Ddp
+from benchmarks.by_hand.ddp import Ddp, SparseDdp
 from benchmarks.by_hand.late_multiply import LateMultiply
 from benchmarks.by_hand.rows import Rows
 from benchmarks.by_hand.separation import Separation
@@ -38,5 +38,6 @@ SCRIPTS: dict[str, Callable[..., Script]] = {
     "late_multiply": LateMultiply,
     "rows": Rows,
     "separation": Separation,
+    "sparse_ddp": SparseDdp,
 }
 """Each takes the model, a factory of its optimizer, how many examples each rank has, and its own options."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,18 +12,45 @@ from benchmarks.by_hand.common import MakeOptimizer
 
 
 class Ddp:
-    """One rank; all have equally many examples."""
+    """One rank; all have equally many examples.  loss: the mean over examples, of the output and the target."""
 
-    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, examples: Sequence[int] = ()) -> None:
-        self._model, self._optimizer = model, optimizer(model.parameters())
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+        examples: Sequence[int] = (),
+        loss: Callable[..., Tensor] = F.cross_entropy,
+    ) -> None:
+        self._model, self._optimizer, self._loss = model, optimizer(model.parameters()), loss
         self._replica = DistributedDataParallel(model)
 
-    def step(self, images: Tensor, labels: Tensor) -> None:
-        """Train on this rank's examples of a global batch."""
+    def step(self, *batch: Tensor) -> None:
+        """Train on this rank's examples of a global batch: the model's inputs, and the target."""
+        *inputs, target = batch
         self._optimizer.zero_grad()
-        F.cross_entropy(self._replica(images), labels).backward()
+        self._loss(self._replica(*inputs), target).backward()
         self._optimizer.step()
 
     def state(self) -> dict[str, Tensor]:
         """This rank's replica."""
         return self._model.state_dict()
+
+
+class SparseDdp(Ddp):
+    """The same with embedding tables whose gradients are sparse: the rows that a rank read travel, and are updated.
+
+    Where the tables are most of the parameters this is what is trained with.  optimizer: one that takes sparse
+    gradients: SGD without momentum, SparseAdam, Adagrad.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+        examples: Sequence[int] = (),
+        loss: Callable[..., Tensor] = F.cross_entropy,
+    ) -> None:
+        for module in model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = True
+        super().__init__(model, optimizer, examples, loss)

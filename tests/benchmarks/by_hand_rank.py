@@ -10,6 +10,7 @@ from torch import nn
 from benchmarks.by_hand import SCRIPTS, examples
 from benchmarks.models import alexnet_quarter
 from benchmarks.session_rank import SessionRank, serve, sgd
+from examples import recommender
 from examples.alexnet import AlexNet
 from splitc.runtime.launch.failures import guarded
 
@@ -29,6 +30,22 @@ def batches(total: int, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(alexnet_quarter.example(total)[0].double(), alexnet_quarter.target(total)) for _ in range(steps)]
 
 
+def tables() -> nn.Module:
+    """A recommender with few rows, in float64."""
+    torch.manual_seed(0)
+    return recommender.recommender(users=30, items=20, categories=5, width=4, hidden=8).double()
+
+
+def clicks(total: int, steps: int) -> list[tuple[torch.Tensor, ...]]:
+    """Batches of `tables`: rows of its tables that few, or several, examples read."""
+    torch.manual_seed(1)
+    batches = []
+    for _ in range(steps):
+        inputs = recommender.example(total, users=30, items=20, categories=5, seen=3)
+        batches.append((inputs["dense"].double(), *[*inputs.values()][1:], recommender.target(total).double()))
+    return batches
+
+
 class ByHandRank(SessionRank):
     """Trains, and hands over the whole weights."""
 
@@ -43,6 +60,16 @@ class ByHandRank(SessionRank):
         state = one.state()
         if rank == 0:
             torch.save(state, file)
+        return {}
+
+    def train_tables(self, script: str, total: int, steps: int, rate: float, file: str) -> dict[str, Any]:
+        """The same of a recommender, without momentum."""
+        shares, rank = examples(script, total, self._transport.world), self._transport.rank
+        one = SCRIPTS[script](tables(), lambda params: sgd(params, rate, 0.0), shares, loss=recommender.loss)
+        for batch in clicks(total, steps):
+            one.step(*(each.split(shares)[rank] for each in batch))
+        if rank == 0:
+            torch.save(one.state(), file)
         return {}
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from benchmarks.session import Session
 from benchmarks.session_rank import sgd
-from tests.benchmarks.by_hand_rank import batches, undropped
+from examples import recommender
+from tests.benchmarks.by_hand_rank import batches, clicks, tables, undropped
 from tests.benchmarks.testbeds import OnLoopback
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -43,7 +44,26 @@ def test_a_script_by_hand_moves_every_weight_as_one_process_does(
 ) -> None:
     file = tmp_path / "weights.pt"
     session.do("train", script=script, options=options, total=TOTAL, steps=STEPS, rate=RATE, file=str(file))
-    trained, before = torch.load(file), undropped().state_dict()
+    moves_alike(torch.load(file), alone, undropped().state_dict())
+
+
+@pytest.mark.parametrize("script", ["ddp", "sparse_ddp"])
+def test_tables_move_as_in_one_process_whether_their_gradients_are_sparse_or_not(
+    session: Session, script: str, tmp_path: Path
+) -> None:
+    file, model = tmp_path / "weights.pt", tables()
+    optimizer = sgd(model.parameters(), RATE, 0.0)
+    for *inputs, target in clicks(TOTAL, STEPS):
+        optimizer.zero_grad()
+        recommender.loss(model(*inputs), target).backward()
+        optimizer.step()
+    session.do("train_tables", script=script, total=TOTAL, steps=STEPS, rate=RATE, file=str(file))
+    moves_alike(torch.load(file), model.state_dict(), tables().state_dict())
+
+
+def moves_alike(
+    trained: dict[str, torch.Tensor], alone: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
+) -> None:
     assert trained.keys() == alone.keys()
     for name, weight in alone.items():
         moved = weight - before[name]
