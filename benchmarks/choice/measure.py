@@ -77,21 +77,22 @@ def brief(measured: Measured) -> list[int]:
 
 def in_rounds(measured: Measured, settings: Settings) -> list[int]:
     """The sides of the next round: the choices, those that may be the best, and the scripts; none when it is done."""
-    if len(measured.rounds) >= settings.rounds:
-        return []
     ran = {k: each.first for k, each in enumerate(measured.sides) if each.plan and each.first and not each.why}
     if not ran:
         return []
     choices = [k for asked in (AUTO, TUNED) if (k := measured.number(asked)) in ran]
+    made = sum(all(k in each for k in choices) for each in measured.rounds)
+    if made >= settings.rounds:
+        return []
     others = sorted((k for k in ran if k not in choices and ran[k] <= NEAR * min(ran.values())), key=lambda k: ran[k])
     racing = [*choices, *others[: settings.best]]
-    if len(measured.rounds) >= SURE:
+    if made >= SURE:
         best = min(racing, key=measured.seconds)
         second = min((k for k in racing if k not in (best, *choices)), key=measured.seconds, default=best)
         stay = {*choices, best, second}
         racing = [k for k in racing if k in stay or not _slower(measured, k, best)]
     scripts = (k for name in SCRIPTS if (k := measured.number(name)) is not None and measured.sides[k].first)
-    return [*racing, *(k for k in scripts if len(measured.rounds) < SCRIPT_ROUNDS)]
+    return [*racing, *(k for k in scripts if made < SCRIPT_ROUNDS)]
 
 
 def _slower(measured: Measured, k: int, best: int) -> bool:
