@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -94,7 +95,7 @@ class Measured:
 
     examples: of a global batch, the same for all.  missing: what has no plan -> why.  rounds: seconds by the numbers of
     the sides.  disturbed: runs that count although other processes had more of the processors than they should.
-    tuning: what `tune` says of itself, its seconds and its report.
+    tuning: seconds of planning and running finalists, and how each ran; or why it failed.
     """
 
     cell: Cell
@@ -103,7 +104,7 @@ class Measured:
     missing: Mapping[str, str] = field(default_factory=dict)
     rounds: tuple[Mapping[int, float], ...] = ()
     disturbed: int = 0
-    tuning: Mapping[str, str | float] = field(default_factory=dict)
+    tuning: Mapping[str, Any] = field(default_factory=dict)
 
     def number(self, asked: str) -> int | None:
         """The side that is what was asked for."""
@@ -189,6 +190,7 @@ def report(figures: Figures) -> str:
     cells = [each for each in known if each.regret(AUTO) is not None]
     parts = [_choices(cells), *_summaries(cells), _speeds(cells), _predictions(cells)] if cells else []
     lines = [f"- {side.name} on {each.cell} failed: {side.why}" for each in known for side in each.sides if side.why]
+    lines += [f"- tuning of {each.cell} failed: {each.tuning['why']}" for each in known if "why" in each.tuning]
     lines += [f"- {each.cell} has no rounds of auto's plan yet" for each in known if each not in cells]
     return "\n\n".join([*parts, "\n".join(lines)]).rstrip() or "nothing was measured"
 

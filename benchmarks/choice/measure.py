@@ -6,19 +6,22 @@ A plan that fails ends the ranks; it is out with its reason, and others are laun
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from benchmarks.cases import Case, predictions
-from benchmarks.choice.cases import MODELS, proposed
+from benchmarks.choice.cases import MODELS, decision, proposed
 from benchmarks.choice.figures import AUTO, SCRIPTS, TUNED, Cell, Figures, Measured, Side
 from benchmarks.errors import BenchmarkError
 from benchmarks.figures import Cell as Planned
@@ -28,10 +31,16 @@ from benchmarks.overlap.sides import Place
 from benchmarks.session import Session
 from benchmarks.testbed import NetworkTestbed
 from splitc import units
+from splitc.codegen.build_folder import WEIGHTS
+from splitc.codegen.generate import generate
+from splitc.compiled import CompiledProgram
 from splitc.errors import SplitcError
 from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import parse_cluster
 from splitc.ir.plan import Plan
+from splitc.ir.program import LoweredProgram
+from splitc.runtime.launch.tuning import BATCH, FINALISTS
+from splitc.tuned import finalist_of
 
 TRIES = 2  # runs in place of one that other processes disturbed
 LONG = 1.0  # seconds of a step from which a run has one step that counts, not two
@@ -75,12 +84,38 @@ def brief(measured: Measured) -> list[int]:
     return sorted(sides, key=lambda k: sides[k].predicted)
 
 
+def untuned(measured: Measured, settings: Settings) -> bool:
+    return settings.tune > 0 and not measured.tuning
+
+
+def with_tuned(measured: Measured, plan: Plan, tuning: Mapping[str, Any]) -> Measured:
+    """With the plan that tuning chose: one of those that are there, or one more."""
+    sides = list(measured.sides)
+    same = (k for k, side in enumerate(sides) if side.plan and decision(Plan.from_json(side.plan)) == decision(plan))
+    if (at := next(same, None)) is None:
+        sides.append(Side((TUNED,), plan.to_json(), plan.step_seconds))
+    else:
+        sides[at] = replace(sides[at], asked=(*sides[at].asked, TUNED))
+    return replace(measured, sides=tuple(sides), tuning=tuning)
+
+
+def write_finalists(folder: Path, compiled: CompiledProgram, programs: Sequence[LoweredProgram]) -> None:
+    """What `tune` of a rank reads."""
+    about = ("name", "examples", "predicted", "period")
+    each = [(finalist_of(program), generate(program)) for program in programs]
+    texts = [{**{key: getattr(one, key) for key in about}, "files": files} for one, files in each]
+    (folder / FINALISTS).write_text(json.dumps(texts), encoding="utf-8")
+    torch.save(compiled.weights(), folder / WEIGHTS)
+    torch.save(dict(compiled.tensors), folder / BATCH)
+
+
 def in_rounds(measured: Measured, settings: Settings) -> list[int]:
     """The sides of the next round: the choices, those that may be the best, and the scripts; none when it is done."""
     ran = {k: each.first for k, each in enumerate(measured.sides) if each.plan and each.first and not each.why}
     if not ran:
         return []
-    choices = [k for asked in (AUTO, TUNED) if (k := measured.number(asked)) in ran]
+    numbers = dict.fromkeys(measured.number(asked) for asked in (AUTO, TUNED))  # which may be one plan
+    choices = [k for k in numbers if k in ran]
     made = sum(all(k in each for k in choices) for each in measured.rounds)
     if made >= settings.rounds:
         return []
@@ -201,7 +236,7 @@ class Measuring:
 
     def _is_missing(self, cell: Cell) -> bool:
         found = self._figures.cells[cell]
-        return bool(brief(found) or in_rounds(found, self._settings))
+        return bool(untuned(found, self._settings) or brief(found) or in_rounds(found, self._settings))
 
 
 class _Runs:
@@ -224,6 +259,8 @@ class _Runs:
         begin, settings = time.monotonic(), self._campaign.settings
         self._session.testbed.set_rate(self._cell.place.bandwidth)
         with tempfile.TemporaryDirectory(prefix="choice-") as builds:
+            if untuned(self._found, settings):
+                self._tune(Path(builds))
             for k in brief(self._found):
                 self._briefly(k, Path(builds))
             opened: list[int] = []
@@ -237,6 +274,28 @@ class _Runs:
             for k in opened:
                 self._session.unload(_name(k))
         self._campaign.say(f"{self._cell}: {time.monotonic() - begin:.0f} s")
+
+    def _tune(self, builds: Path) -> None:
+        """Let the ranks choose among the finalists, as `splitc tune` does with this budget."""
+        settings, found, begin = self._campaign.settings, self._found, time.monotonic()
+        self._campaign.say(f"{self._cell}: tuning")
+        case, planned = self._campaign.case(self._cell.model), self._planned
+        compiled = case.compile(planned, self._cluster, global_batch=found.examples)
+        programs = compiled.finalists(settings.finalists)
+        write_finalists(builds, compiled, programs)
+        options = {"folder": str(builds), "budget": settings.tune, "momentum": self._model.momentum}
+        planned_in, begin = time.monotonic() - begin, time.monotonic()
+        try:
+            said = self._session.do("tune", None, TIMEOUT + 2 * settings.tune, **options)[0]
+        except BenchmarkError as error:
+            self._campaign.put(replace(found, tuning={"why": str(error)}))
+            raise SideFailed(f"{self._cell}: tuning: {error}") from error
+        tuning = {"planning": planned_in, "seconds": time.monotonic() - begin, "tried": said["tried"]}
+        self._campaign.put(with_tuned(found, programs[said["fastest"]].plan, tuning))
+
+    @property
+    def _planned(self) -> Planned:
+        return Planned(self._cell.model, "auto", self._cell.place.world, self._cell.place.rate)
 
     def _briefly(self, k: int, builds: Path) -> None:
         """Run a side once; where its step is far from the shortest, one step without a warm-up."""
@@ -272,9 +331,8 @@ class _Runs:
             self._do(k, lambda: self._session.do("script", None, TIMEOUT, **options))
             return
         if k not in self._folders:
-            planned = Planned(self._cell.model, "auto", self._cell.place.world, self._cell.place.rate)
             case = self._campaign.case(self._cell.model)
-            compiled = case.compile(planned, self._cluster, Plan.from_json(side.plan))
+            compiled = case.compile(self._planned, self._cluster, Plan.from_json(side.plan))
             self._put(k, predicted=predictions(compiled.program, self._cluster)["roofline"])
             self._folders[k] = compiled.save(builds / name)
         self._do(k, lambda: self._session.load(name, self._folders[k], momentum))

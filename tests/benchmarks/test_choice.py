@@ -12,7 +12,7 @@ from benchmarks.choice import measure
 from benchmarks.choice.__main__ import main
 from benchmarks.choice.cases import CELLS, MODELS, decision, proposed, strategies
 from benchmarks.choice.figures import AUTO, TUNED, Cell, Figures, Measured, Side, report
-from benchmarks.choice.measure import Measuring, Settings, SideFailed, brief, in_rounds
+from benchmarks.choice.measure import Measuring, Settings, brief, in_rounds, untuned, with_tuned
 from benchmarks.errors import BenchmarkError
 from benchmarks.overlap.sides import Place
 from splitc.cost_models.clusters.named import load_cluster
@@ -78,6 +78,20 @@ def test_rounds_are_of_the_choices_and_of_the_shortest_others_while_they_may_be_
     assert in_rounds(measured(*firsts, rounds=(one,) * 6), settings) == []
 
 
+def test_what_tuning_chose_is_one_of_the_plans_or_one_more_and_has_rounds_of_its_own() -> None:
+    settings, rounds = Settings(rounds=2), ({0: 1.0, 2: 1.0},) * 2
+    found = measured(1.0, 1.0, 1.0, 1.0, rounds=rounds)
+    found = replace(found, sides=(replace(found.sides[0], asked=(AUTO,)), *found.sides[2:]))
+    assert untuned(found, settings) and not untuned(found, Settings(tune=0))
+    same, more = (with_tuned(found, Plan.from_json(text), {"seconds": 9.0}) for text in (APART, ALONE))
+    assert same.sides[0].asked == (AUTO, TUNED) and len(same.sides) == 3
+    assert in_rounds(replace(same, rounds=()), settings) == [0, 1, 2], "each once"
+    assert [side.asked for side in more.sides[3:]] == [(TUNED,)] and brief(more) == [3]
+    assert not untuned(more, settings)
+    ran = replace(more, sides=(*more.sides[:3], replace(more.sides[3], first=1.0)))
+    assert set(in_rounds(ran, settings)) >= {0, 3}
+
+
 def test_what_failed_takes_no_part() -> None:
     found = measured(1.0, 1.0, 1.0, 0.0)
     failed = replace(found, sides=(found.sides[0], replace(found.sides[1], why="a rank ended"), *found.sides[2:]))
@@ -135,13 +149,13 @@ def test_the_plans_of_a_cell_are_distinct_and_of_one_global_batch() -> None:
 
 
 @pytest.mark.slow
-def test_plans_are_measured_on_a_testbed_and_one_that_fails_is_out(
+def test_plans_are_tuned_and_measured_on_a_testbed_and_one_that_fails_is_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip_without_a_testbed()
     figures = Figures(tmp_path / "choice.json")
     figures.clusters["2@230Mbit"] = to_toml(load_cluster("cpu16-1gbe"))
-    settings, said = Settings(rounds=2, best=1, finalists=1, tune=0, foreign=1.0), list[str]()
+    settings, said = Settings(rounds=2, best=1, finalists=2, tune=2.0, foreign=1.0), list[str]()
     monkeypatch.setattr("benchmarks.choice.cases.strategies", lambda: ["data_parallel", "late_multiply"])
     do = measure._Runs._open
     failed: list[int] = []
@@ -158,5 +172,5 @@ def test_plans_are_measured_on_a_testbed_and_one_that_fails_is_out(
     assert "weights.pt is missing" in found.sides[1].why and failed == [1]
     assert any("others are launched" in line for line in said)
     assert len(found.rounds) == 2 and all({0, len(found.sides) - 1} <= each.keys() for each in found.rounds)
-    assert "auto, 1 cells" in report(figures)
-    assert issubclass(SideFailed, BenchmarkError)
+    assert found.number(TUNED) is not None and len(found.tuning["tried"]) == 2
+    assert all(f"{choice}, 1 cells" in report(figures) for choice in (AUTO, TUNED))
