@@ -19,12 +19,14 @@ from splitc.codegen.rank_weights import rank_weights, whole_state
 from splitc.codegen.save import require_importable, save_build
 from splitc.cost_models.calibration.hosts import require_described
 from splitc.cost_models.calibration.rank_timer import Progress, no_progress
+from splitc.cost_models.calibration.record import Seen, remember
 from splitc.cost_models.clusters.named import is_this_machine, load_cluster
 from splitc.cost_models.memory.memory_check import require_memory_on
 from splitc.errors import InternalError, LaunchError, PlacementError
 from splitc.features import parts
 from splitc.ir.autocast import autocast_for, under_autocast
 from splitc.ir.cluster import Cluster
+from splitc.ir.cluster_file import base_digest
 from splitc.ir.pass_manager import Watcher, run_pass
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
@@ -315,9 +317,8 @@ class CompiledProgram:
         make: a Worker with all arguments but program, transport and weights.
         """
         if self._settings.tune:
-            given = self._model.state_dict(), lambda: self.weights()["extra"], self._settings.tune
             trial = partial(make, check_finite=False, live=False)
-            plan, program = tuned(transport, self.finalists, trial, self.own, self.tensors, *given)
+            plan, program = tuned(self, transport, trial, self._settings.tune)
             self._settings = settings = replace(self._settings, tune=0.0)
             vars(self).pop("program", None), vars(self).pop("files", None)
             self._program = program or (lambda: specialise(self.analysed(), settings, plan))
@@ -343,6 +344,17 @@ class CompiledProgram:
         """The example's, by name."""
         return self._example.tensors
 
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """The model's own state_dict."""
+        return self._model.state_dict()
+
+    def request(self) -> str:
+        """What its plan was chosen for: the model and its batch, the settings, the cluster as it was described."""
+        settings = replace(self._settings, cluster=None, tune=0.0)
+        cluster = base_digest(load_cluster(self._settings.cluster, learns=False))
+        return f"{fingerprint(self.analysed())} {settings} {cluster}"
+
     def finalists(self, number: int = FINALISTS) -> list[LoweredProgram]:
         """Programs of different plans that may be the fastest, its own first; those that fit into memory."""
         program, own = self.analysed(), self.program
@@ -352,8 +364,18 @@ class CompiledProgram:
         for plan in plans:
             if plan.hash not in [each.plan.hash for each in found]:
                 with suppress(PlacementError):
-                    found.append(_specialise(program, self._settings, plan, None, no_progress))
+                    found.append(self.following(plan))
         return found
+
+    def following(self, plan: Plan) -> LoweredProgram:
+        """The program of a plan."""
+        return _specialise(self.analysed(), self._settings, plan, None, no_progress)
+
+    def learn(self, program: LoweredProgram, ran: Seen) -> None:
+        """Record what was measured of a program of this cluster."""
+        source = self._settings.cluster
+        path, cluster = source if isinstance(source, str | Path) else None, load_cluster(source)
+        remember(path, cluster, program.plan, ran, program.name)
 
     @property
     def own(self) -> dict[str, Any]:

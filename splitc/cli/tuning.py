@@ -28,8 +28,8 @@ from splitc.ir.program import LoweredProgram
 from splitc.report.text import tried
 from splitc.runtime.launch.torchrun import torchrun
 from splitc.runtime.launch.tuning import BATCH, FINALISTS, SCRIPT, take
-from splitc.runtime.tuning import Finalist, fastest
-from splitc.tuned import finalist_of, known, remember, with_results
+from splitc.runtime.tuning import Finalist
+from splitc.tuned import chosen, finalist_of, known
 
 START = 15.0  # seconds that ranks may need to start, beside what they run
 
@@ -41,24 +41,24 @@ def tune(args: argparse.Namespace) -> int:
     hosts = None if args.hosts is None else parse_hosts(args.hosts, args.world)
     program = compiled(args)
     require_importable(program.program, "tune")
-    with Step(f"planning finalists of {program.program.name}", args.quiet):
-        programs = program.finalists(args.finalists)
     where = [each.name for each in hosts for _ in range(each.ranks)] if hosts else args.world * [socket.gethostname()]
-    at = None if args.again else known(programs, where)
-    if at is None:
+    plan = None if args.again else known(program, where)
+    if plan is not None:
+        best = program.following(plan)
+    else:
+        with Step(f"planning finalists of {program.program.name}", args.quiet):
+            programs = program.finalists(args.finalists)
         finalists = [finalist_of(each) for each in programs]
         with tempfile.TemporaryDirectory(prefix="splitc-") as temporary:
-            _run(_write(Path(temporary), program, programs, finalists), programs, finalists, hosts, args)
-        programs = with_results(programs, finalists)
-        remember(programs, where, at := fastest(finalists))
-    chosen = program.of(programs[at])
-    chosen.save(folder)
-    print(tried(chosen.plan))
-    print(f"wrote {folder}/: {listed(chosen.files)}\nrun   splitc run {folder} --steps 3")
+            _run(write(Path(temporary), program, programs, finalists), programs, finalists, hosts, args)
+        best = chosen(program, programs, finalists, where)
+    made = program.of(best)
+    made.save(folder)
+    print(f"{tried(made.plan)}\nwrote {folder}/: {listed(made.files)}\nrun   splitc run {folder} --steps 3")
     return 0
 
 
-def _write(
+def write(
     folder: Path, program: CompiledProgram, programs: Sequence[LoweredProgram], finalists: Sequence[Finalist]
 ) -> Path:
     """All that the ranks need."""
