@@ -2,11 +2,15 @@
 
     python -m benchmarks.compile_time
     python -m benchmarks.compile_time resnet152 gpt2 --strategy data_parallel --profile tracing
+    python -m benchmarks.compile_time vgg16 --answer --world 8
 
 The phases are those that the command line names.  One more is `again`, the analysis of the same model for another
 strategy, world or cluster in the same process, which does not validate it again and reads the counted costs.
 
 One thread; each model at a batch of 8, for four ranks of a described cluster.
+
+--answer: seconds by the clock, on all threads, from the call of `splitc.compile` to its plan, and from there to the
+verdict of validation, which follows behind; beside them forward and backward of three examples.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import splitc
 from examples.alexnet import alexnet
 from examples.resnet import resnet18
 from examples.transformer import next_token_loss, transformer
@@ -144,13 +149,42 @@ def measure(name: str, strategy: str, profiled: str | None = None) -> dict[str, 
     return phases.seconds
 
 
+def answer(name: str, strategy: str, world: int) -> tuple[float, float, float]:
+    """Seconds to the plan, from there to the verdict, and of a forward and backward of three examples."""
+    make, data, loss = MODELS[name]
+    torch.manual_seed(0)
+    model, (inputs, target) = make(), data()
+    os.environ["SPLITC_ADVICE"] = "0"
+    with TemporaryDirectory() as folder:
+        os.environ["SPLITC_CACHE"] = folder
+        begin = time.perf_counter()
+        program = splitc.compile(model, world, inputs, target, loss, cluster=CLUSTER, strategy=strategy)
+        assert isinstance(program, splitc.CompiledProgram) and program.plan
+        planned = time.perf_counter()
+        program.validated()
+        done = time.perf_counter()
+    for _ in range(2):
+        run = time.perf_counter()
+        loss(model(inputs[:3]), target[:3]).backward()
+    return planned - begin, done - planned, time.perf_counter() - run
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compile_time", description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--profile", choices=PHASES)
+    parser.add_argument("--answer", action="store_true")
+    parser.add_argument("--world", type=int, default=WORLD)
     options = parser.parse_args()
+    if options.answer:
+        print("| model | to the plan, s | from there to the verdict, s | forward and backward of 3, s |")
+        print("|---|---:|---:|---:|")
+        for name in options.models:
+            cells = [f"{each:.2f}" for each in answer(name, options.strategy, options.world)]
+            print(f"| {' | '.join([name, *cells])} |", flush=True)
+        return
     torch.set_num_threads(1)
     measure("resnet18", options.strategy)  # what torch imports and starts on first use
     print(f"| model | {' | '.join((*PHASES, 'all but validating'))} |")

@@ -1,12 +1,14 @@
 """Analyse a model: capture its step, validate the graph, and price the layers.
 
-In a process a model is validated once, as long as its trace, its Python state and its example stay.
+In a process a model is validated once, as long as its trace, its Python state and its example stay; behind the plan,
+where the caller asks for that.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +21,7 @@ from splitc.capture.evaluation import capture_evaluation
 from splitc.capture.example.example import Example
 from splitc.capture.group_layers import gather_coupled
 from splitc.capture.trace.random_calls import located
+from splitc.capture.validate.behind import Behind, settle
 from splitc.capture.validate.parts import require_parts
 from splitc.capture.validate.python_state import python_state
 from splitc.capture.validate.validate import validate_capture
@@ -42,17 +45,20 @@ def analyse(
     code: str | None = None,
     evaluation: bool = True,
     now: Progress = no_progress,
+    behind: Behind | None = None,
 ) -> Program:
     """Capture a model, validate the graph against it, and price its layers.
 
     code: see `OwnCode`.  evaluation: capture it in evaluation mode too; else it evaluates as it trains, modes switched.
-    now: called with what is being done to the model, before it is.
+    now: called with what is being done to the model, before it is.  behind: takes the validations that can wait,
+    of which the program has what is expected.
     """
+    settle()
     now("tracing")
 
     def checked(program: Program, laid_out: Example) -> Program:
         now("validating")
-        return _validated(program, model, laid_out)
+        return _validated(program, model, laid_out, behind)
 
     program = first_apart(example, lambda each: checked(capture(model, each, name, autocast, code, OpCounter), each))
     if program.coupled and (program.part is not None or any(each.spec.batch_dim is None for each in program.inputs)):
@@ -77,20 +83,23 @@ _VALIDATED: WeakKeyDictionary[nn.Module, dict[str, dict[str, Any]]] = WeakKeyDic
 """Models of this process -> the digest of what a validation follows from -> the fields of the program that it found."""
 
 
-def _validated(program: Program, model: nn.Module, example: Example) -> Program:
+def _validated(program: Program, model: nn.Module, example: Example, behind: Behind | None) -> Program:
     """The program with what its validation found, or an earlier one of the same graph without reservations."""
     graph = None if is_off() or example.is_said else graph_text(program)
     if graph is None:
-        return located(validate_capture(program, model, example))
+        expected = behind and behind.expect(program, model, example)
+        return located(expected or validate_capture(program, model, example))
     state = python_state(model, [example.loss, dict(example.tensors)])
     kept = _VALIDATED.setdefault(model, {})
     if (key := digest_of(graph, str(dict(example.batch_dims)), repr(state))) in kept:
         return located(replace(program, **kept[key]))
-    validated = validate_capture(program, model, example)
+    expected = behind and behind.expect(program, model, example)
+    validated = expected or validate_capture(program, model, example)
     found = {each.name: getattr(validated, each.name) for each in fields(Program)}
     found = {name: value for name, value in found.items() if value != getattr(program, name)}
     if found.keys() <= {"loss_terms", "coupled", "flattened"}:  # no notes: generic data show all of it
-        kept[key] = found
+        keep = partial(kept.__setitem__, key, found)
+        behind.then(keep) if behind and expected else keep()
     return located(validated)
 
 

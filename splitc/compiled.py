@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from splitc.capture.example.example import LOSS, Example
+from splitc.capture.validate.behind import Behind
 from splitc.checks.batch_sizes import require_batch_sizes, runs_batches_of
 from splitc.codegen.generate import generate
 from splitc.codegen.rank_weights import rank_weights, whole_state
@@ -49,7 +50,7 @@ from splitc.runtime.own_code import plain_tensors
 from splitc.runtime.parameter_groups import OptimizerFactory
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.distributed import rank_among
-from splitc.runtime.transport.meeting import Call, join
+from splitc.runtime.transport.meeting import Call, join, refusals_told
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
 from splitc.tuned import FINALISTS, tuned
@@ -111,8 +112,11 @@ def compile_example(
     settings = replace(settings, autocast=autocast_for(settings.autocast, plan))
     analysed = partial(analyse, name=name, watch=watch, autocast=settings.autocast, code=settings.code)
 
-    def program() -> LoweredProgram:
-        return specialise(analysed(model, example, evaluation=evaluation), settings, plan, watch)
+    traced: list[Program] = []
+
+    def program(behind: Behind | None = None) -> LoweredProgram:
+        traced[:] = [analysed(model, example, evaluation=evaluation, behind=behind)]
+        return specialise(traced[0], settings, plan, watch)
 
     world = settings.world if plan is None else plan.world
     if plan is None and is_this_machine(settings.cluster) and rank_among(world, alone=-1) >= 0:
@@ -120,8 +124,11 @@ def compile_example(
     waits = watch is None and rank_among(world) > 0  # for the files of rank 0, in `worker`
     if inserts_norm(settings, plan) and not waits:
         model = with_norms(model, analysed(model, example, evaluation=False), world)
-    made = CompiledProgram(program if waits else program(), model, example, replace(settings, world=world))
-    made.analysed = lambda: analysed(model, example, evaluation=evaluation)
+    behind = None if waits else Behind()
+    made = CompiledProgram(
+        program if waits else program(behind), model, example, replace(settings, world=world), behind, program
+    )
+    made.analysed = lambda: traced[0] if traced else analysed(model, example, evaluation=evaluation)
     return made
 
 
@@ -203,7 +210,10 @@ def _with_others(lowered: LoweredProgram, program: Program) -> LoweredProgram:
 
 
 class CompiledProgram:
-    """A model compiled for the ranks of a plan; where `program` is a function, when it is first read."""
+    """A model compiled for the ranks of a plan; where `program` is a function, when it is first read.
+
+    behind: what is still being validated.  anew: compiles once more, and validates first.
+    """
 
     def __init__(
         self,
@@ -211,8 +221,13 @@ class CompiledProgram:
         model: nn.Module,
         example: Example,
         settings: Settings,
+        behind: Behind | None = None,
+        anew: Callable[[], LoweredProgram] | None = None,
     ) -> None:
         self._program, self._model, self._example, self._settings = program, model, example, settings
+        self._behind, self._anew = behind, anew
+        if behind is not None:
+            behind.start()
         self.call = Call()
         self.analysed: Callable[[], Program] = lambda: analyse(model, example)
 
@@ -231,9 +246,24 @@ class CompiledProgram:
         """The generated programs: file name -> text."""
         return generate(self.program)
 
+    def validated(self) -> CompiledProgram:
+        """Wait until the capture is validated.  Raises CaptureError; `plan` may be another one then."""
+        if self._behind is not None and self._anew is not None and not self._behind.wait():
+            self.program = self._anew()
+            self.__dict__.pop("files", None)
+        self._behind = None
+        return self
+
+    @property
+    def verdict(self) -> str:
+        """A sentence: what validation has found, or that it is not known yet."""
+        if self._behind is None or self._behind.holds:
+            return "Validated: the captured graph computes what the model does."
+        return "Not validated yet: what saves, verifies or trains the program waits for that."
+
     def report(self) -> str:
-        """The placement table and the predicted costs, for an 80-column terminal."""
-        return report(self.program)
+        """The placement table and the predicted costs, for an 80-column terminal; the last line is `verdict`."""
+        return f"{report(self.program)}\n{self.verdict}\n"
 
     def rank(self, rank: int) -> fx.GraphModule:
         """The graph of one rank, with communication nodes, annotated with the shapes at its batch size."""
@@ -256,6 +286,7 @@ class CompiledProgram:
         dtype turns autocast off; None: the model's own.  examples: at most so many for each reader; None: 8.
         compile_stages: of the ranks' workers.
         """
+        self.validated()
         if processes:
             require_importable(self.program, "verify(processes=True)")
         sizes = scaled_down(self.plan.local_batches, examples if examples is not None else 8)
@@ -276,7 +307,7 @@ class CompiledProgram:
         Raises LaunchError when the folder holds something that splitc did not write, or when a region's code cannot be
         imported by the scripts.
         """
-        require_importable(self.program, "save()")
+        require_importable(self.validated().program, "save()")
         return save_build(Path(folder), self.files, self.weights(), standalone)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
@@ -306,9 +337,12 @@ class CompiledProgram:
         Its arguments are those of `Worker`; backend: of torch.distributed; device: "cpu" or "cuda", None: the GPUs,
         where torch sees any.
         """
+        with refusals_told(self._settings.world, self.call):
+            self.validated()
         transport = join(self._settings.world, backend, device, self.call)
         options |= {"clip_norm": clip_norm, "accumulate": accumulate, "seed": seed}
-        make = partial(Worker, keys=first_names(self._model.state_dict()), optimizer=optimizer, **options)
+        keys = transport.broadcast_object(first_names(self._model.state_dict()))
+        make = partial(Worker, keys=keys, optimizer=optimizer, **options)
         return self.worker_on(transport, make)
 
     def worker_on(self, transport: Transport, make: Callable[..., Worker]) -> Worker:
@@ -396,4 +430,4 @@ class CompiledProgram:
             name=self.program.name,
             plan=replace(self.plan, model=""),
             evaluation=False,
-        )
+        ).validated()

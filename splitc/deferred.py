@@ -142,12 +142,12 @@ class DeferredWorker:
         if settings.tune:
             patient = transport.side_group() if transport.waits_hold_the_stream else None
             with agreed(patient or transport, "compile the program"):
-                program = self._program.compile(_first(batches))
+                program = self._program.compile(_first(batches)).validated()
             self._worker = program.worker_on(transport, self._make)
             return
 
         def compiled() -> tuple[dict[str, str], Iterator[dict[str, Tensor]]]:
-            made.append(self._program.compile(_first(batches)))
+            made.append(self._program.compile(_first(batches)).validated())
             _say(_chosen(made[0].plan))
             return made[0].files, made[0].parts()
 

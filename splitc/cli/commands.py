@@ -41,11 +41,17 @@ def inspect(args: argparse.Namespace) -> int:
     from splitc.cli.compiling import compiled
     from splitc.report import as_json, report
 
-    program = compiled(args).program
+    program = compiled(args)
     if args.json:
-        print(json.dumps(as_json(program), indent=1))
-    else:
-        print(report(program, everything=args.all), end="")
+        print(json.dumps(as_json(program.validated().program), indent=1))
+        return 0
+    shown = program.program
+    print(report(shown, everything=args.all), flush=True)
+    with Step(f"validating {shown.name}", args.quiet):
+        program.validated()
+    if program.program is not shown:  # its examples depend on each other in a way that was not expected
+        print(report(program.program, everything=args.all))
+    print(program.verdict)
     return 0
 
 

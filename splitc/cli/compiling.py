@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from splitc.capture.validate.behind import Behind
 from splitc.cli.alone import runs_alone
 from splitc.cli.model_file import ModelFile, load_model
 from splitc.cli.names import Attempts
@@ -38,7 +39,7 @@ from splitc.ir.pass_manager import Pass
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.printer import print_program
-from splitc.ir.program import Program
+from splitc.ir.program import LoweredProgram, Program
 from splitc.passes.analysis import analyse
 from splitc.passes.place import Place
 from splitc.passes.planner.pins import contradicted, unknown_words
@@ -52,7 +53,14 @@ def compiled(args: argparse.Namespace) -> CompiledProgram:
     """The program that the options ask for."""
     given = vars(args).get("plan")
     plan = None if given is None else _plan(args, Path(given))
-    file, settings, program = analysed(args, plan)
+    behind = Behind()
+    file, settings, program = analysed(args, plan, behind=behind)
+
+    def anew() -> LoweredProgram:
+        with Step(f"tracing {file.name}", args.quiet) as step:
+            doing = step.doing(file.name)
+            return specialise(_analysed(file, args.verbose, settings, doing, True), settings, plan, now=doing)
+
     with Step(f"planning {file.name} on {settings.world} ranks", args.quiet) as step:
         placed = specialise(program, settings, plan, watch if args.verbose else None, step.doing(file.name))
         if plan is None and args.command not in ("verify", "tune"):
@@ -60,17 +68,17 @@ def compiled(args: argparse.Namespace) -> CompiledProgram:
             with suppress(TimeoutError):
                 prediction = replace(placed.plan.prediction, advice=advice(settings.place(), program, placed.plan))
                 placed = replace(placed, plan=replace(placed.plan, prediction=prediction))
-    made = CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code))
+    made = CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code), behind, anew)
     made.analysed = lambda: program
     return made
 
 
 def analysed(
-    args: argparse.Namespace, plan: Plan | None = None, evaluation: bool = True
+    args: argparse.Namespace, plan: Plan | None = None, evaluation: bool = True, behind: Behind | None = None
 ) -> tuple[ModelFile, Settings, Program]:
     """The model that the options name, the settings that they ask for, and the program before a plan is chosen.
 
-    evaluation: see `analyse`.
+    evaluation, behind: see `analyse`.
     """
     if plan is None:
         settings = _settings(args)
@@ -81,14 +89,18 @@ def analysed(
     with Step(f"loading {args.model}", args.quiet):
         file = load_model(args.model, args.input)
     with Step(f"tracing {file.name}", args.quiet) as step:
-        program = _analysed(file, args.verbose, settings, step.doing(file.name), evaluation)
-        if inserts_norm(settings, plan):
+        of = args.verbose, settings, step.doing(file.name), evaluation
+        inserts = inserts_norm(settings, plan)
+        program = _analysed(file, *of, None if inserts else behind)
+        if inserts:
             file = replace(file, model=with_norms(file.model, program, settings.world))
-            program = _analysed(file, args.verbose, settings, step.doing(file.name), evaluation)
+            program = _analysed(file, *of, behind)
     return file, settings, program
 
 
-def _analysed(file: ModelFile, verbose: bool, settings: Settings, now: Progress, evaluation: bool) -> Program:
+def _analysed(
+    file: ModelFile, verbose: bool, settings: Settings, now: Progress, evaluation: bool, behind: Behind | None = None
+) -> Program:
     # torch logs a traceback for every op that fails on fake tensors; the error says the same
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
@@ -101,6 +113,7 @@ def _analysed(file: ModelFile, verbose: bool, settings: Settings, now: Progress,
             code=file.code,
             now=now,
             evaluation=evaluation,
+            behind=behind,
         )
     except Exception as error:
         is_ours = isinstance(error, SplitcError)

@@ -21,6 +21,7 @@ from splitc.ir.placements import Placement
 from splitc.ir.prediction import PREDICTION_KEYS, Prediction
 from splitc.ir.printer import print_program
 from splitc.ir.program import Program
+from splitc.report.text import report
 from tests.support.compiled import analyse, class_batch, compiled
 from tests.support.sampling import sampled
 
@@ -107,8 +108,8 @@ def test_the_generated_scripts_the_printed_program_and_the_report_are_as_they_we
         assert file == "plan.json" or max(map(len, text.splitlines())) <= 120
         assert not re.search(r"(?<![\w.:])/\w+/", text), "an absolute path"
     golden(f"{name}/program.txt", print_program(program.program))
-    golden(f"{name}/report.txt", program.report())
-    assert max(map(len, program.report().splitlines())) <= 80
+    golden(f"{name}/report.txt", report(program.program))
+    assert max(map(len, report(program.program).splitlines())) <= 80
 
 
 def test_compiling_twice_gives_the_same_bytes() -> None:

@@ -21,8 +21,9 @@ from splitc.capture.in_batch import readers_of_kept
 from splitc.capture.loss_terms import LossTerms, is_aggregate, is_weighted_mean
 from splitc.capture.regions.region_flow import Couples, ran
 from splitc.capture.source_lines import first_line
-from splitc.capture.validate.reference_copy import ReferenceCopy
+from splitc.capture.validate.reference_copy import ReferenceCopy, is_layer
 from splitc.errors import CaptureError
+from splitc.ir.elementwise import is_elementwise
 from splitc.ir.graph import has_examples, info, is_region
 from splitc.ir.interpreter import NodeHook, NodeRunner
 from splitc.ir.layers import LossTerm
@@ -32,7 +33,11 @@ from splitc.runtime.collectives.loss import target_weight
 EXAMPLES = 3
 PARTS = ((0, 1, 2), (0,), (1, 2), (2,), (0, 1))
 _CHOICES = ((1, 2), (3, 4))  # of PARTS: these two make the whole
-_LAYERS = (F.linear, F.conv1d, F.conv2d, F.conv3d)
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)  # the first one in evaluation mode
+_POOLS = (
+    F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d,
+    F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
+)  # fmt: skip
 _ORDERS = ((0, 1, 2), (2, 0, 1))
 
 
@@ -46,11 +51,13 @@ class Apart:
 
     couplings: nodes where examples begin to depend on each other, and why.  values, weights: of each term and
     denominator, on the whole and on the parts; the weight is the sum of the targets' weights in a weighted mean.
+    guess: linear layers and convolutions that map each example by itself are not run; they return random numbers.
     """
 
     program: Program
     terms: LossTerms
     allowed: float
+    guess: bool = False
     couplings: dict[fx.Node, str] = field(default_factory=dict)
     values: dict[fx.Node, list[float]] = field(default_factory=dict)
     weights: dict[fx.Node, list[float]] = field(default_factory=dict)
@@ -67,27 +74,34 @@ class Apart:
             values = reference.values(examples_of(self.program, tensors, rows[0], rows[-1] + 1))
             placeholders = [n for n in self.program.graph.nodes if n.op == "placeholder"]
             runner.args_iter = iter([values[str(n.target)] for n in placeholders])
-        tainted = set(self.couplings)
+        tainted, needed = set(self.couplings), self._needed()
         with reference.running(apart=True), torch.no_grad():
             for node in self.program.graph.nodes:
                 if node.op == "output":
                     return
+                if node not in needed:
+                    continue
                 if not tainted.isdisjoint((node, *node.all_input_nodes)):
                     tainted.add(node)
                     continue
-                self._run_node(node, runners, noise)
+                is_known, spec = self._is_known(node), info(node).spec  # so all parts have the rounding of the whole
+                is_narrow = is_known and isinstance(spec, TensorSpec) and spec.dtype is not torch.float64
+                reference.standing.layers = torch.float32 if is_narrow else torch.float64
+                self._run_node(node, runners, noise, is_known)
                 if node in self.couplings:
                     tainted.add(node)
                 for runner in runners:
                     for dead in runner.user_to_last_uses.get(node, []):
                         runner.env.pop(dead, None)
 
-    def _run_node(self, node: fx.Node, runners: list[NodeRunner], noise: bool) -> None:
+    def _run_node(self, node: fx.Node, runners: list[NodeRunner], noise: bool, is_known: bool) -> None:
         values: list[Any] = []
         for k, runner in enumerate(runners):
             try:
-                if k and self._is_known(node):
+                if k and is_known:
                     value = self._rows(node, values[0], k)
+                elif is_known and self._is_guessed(node):
+                    value = _guessed(node)
                 elif is_region(node):
                     whole = self.program.part is None
                     value = ran(node, runner, whole and not k, self.flattened, self._draws if whole else None)
@@ -106,27 +120,45 @@ class Apart:
             values.append(value)
             runner.env[node] = values[0] if self.terms.uses.get(node) == "denominator" else value  # as ranks have it
         if len(values) == len(PARTS) and node in self.terms.upstream:
-            self._compare(node, values, [runners[0].env.get(n) for n in node.all_input_nodes])
+            if not is_known:
+                self._compare(node, values, [runners[0].env.get(n) for n in node.all_input_nodes])
             if noise and isinstance(values[0], Tensor) and self._is_summed(node):
                 for runner, value in zip(runners, _noisy(node, values), strict=True):
                     runner.env[node] = value
 
     def _is_known(self, node: fx.Node) -> bool:
-        """Whether a convolution or linear layer maps each example of dim 0 by itself, so that parts need no run."""
-        value, spec = node.args[0] if node.args else None, info(node).spec
-        if not isinstance(value, fx.Node) or not isinstance(spec, TensorSpec) or spec.batch_dim != 0:
-            return False
+        """Whether a torch op maps each example of dim 0 by itself, so that parts need no run."""
+        spec, operands = info(node).spec, [n for n in node.all_input_nodes if n in self.terms.batched]
         module = self.program.root.get_submodule(str(node.target)) if node.op == "call_module" else None
-        is_layer = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or node.target in _LAYERS
-        operands = [n for n in node.all_input_nodes if n in self.terms.batched]
-        found = info(value).spec
-        is_alike = isinstance(found, TensorSpec) and found.batch_dim == 0 and len(found.shape) == len(spec.shape)
-        return is_layer and is_alike and operands == [value] and value in self.terms.data - self.flattened.keys()
+        if is_layer(node, self.program.root) or isinstance(module, _NORMS):
+            is_torchs = operands == [*node.args[:1]]
+        else:
+            is_torchs = is_elementwise(node) or node.target in _POOLS
+        if not is_torchs or not isinstance(spec, TensorSpec) or spec.batch_dim != 0:
+            return False
+        found = [info(n).spec for n in operands if n in self.terms.data and n not in self.flattened]
+        alike = [s for s in found if isinstance(s, TensorSpec) and s.batch_dim == 0 and len(s.shape) == len(spec.shape)]
+        return len(alike) == len(operands) > 0 and all(s.rows == spec.rows for s in alike)
+
+    def _is_guessed(self, node: fx.Node) -> bool:
+        spec = info(node).spec
+        is_real = isinstance(spec, TensorSpec) and spec.dtype.is_floating_point
+        return self.guess and is_real and is_layer(node, self.program.root)
+
+    def _needed(self) -> set[fx.Node]:
+        """The nodes whose values are compared, and what they are computed from."""
+        needed = set[fx.Node]()
+        for node in reversed(self.program.graph.nodes):
+            is_known = self.guess and self._is_known(node)
+            if node in needed or not is_known:
+                needed.add(node)
+                needed.update(() if is_known and self._is_guessed(node) else node.all_input_nodes)
+        return needed
 
     def _rows(self, node: fx.Node, whole: Tensor, part: int) -> Tensor:
         rows = info(node).spec
         assert isinstance(rows, TensorSpec)
-        return torch.cat([whole.narrow(0, row * rows.rows, rows.rows) for row in PARTS[part]])
+        return whole.narrow(0, PARTS[part][0] * rows.rows, len(PARTS[part]) * rows.rows)
 
     def _note(self, node: fx.Node, runner: NodeRunner, value: Any) -> None:
         if node not in self.terms.uses:
@@ -274,6 +306,13 @@ def _peak(value: Any) -> float:
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()) or not value.numel():
         return 0.0
     return float(torch.nan_to_num(value.abs(), 0.0, 0.0, 0.0).max())
+
+
+def _guessed(node: fx.Node) -> Tensor:
+    """Random numbers in place of what a layer returns."""
+    spec, generator = info(node).spec, torch.Generator().manual_seed(len(node.name))
+    assert isinstance(spec, TensorSpec)
+    return torch.randn(spec.at(EXAMPLES), dtype=torch.float64, generator=generator)
 
 
 def _noisy(node: fx.Node, values: list[Tensor]) -> list[Tensor]:

@@ -39,7 +39,7 @@ from splitc.runtime.generators import same_generators
 from splitc.runtime.weights import named_tensors
 
 _SEEDS = 4  # tried where a loss is not finite
-_LARGE = 1 << 28  # parameters; more are not copied in float64
+LARGE = 1 << 28  # parameters; more are not copied in float64
 
 
 class _Fails(Exception):
@@ -53,7 +53,7 @@ def validate_capture(program: Program, model: nn.Module, example: Example) -> Pr
     Raises CaptureError where the two differ, and for Python state that forward changes.
     """
     data = GenericData.of(program, example.tensors)
-    may_widen = sum(p.numel() for p in model.parameters()) <= _LARGE
+    may_widen = sum(p.numel() for p in model.parameters()) <= LARGE
     size = next((n for n in range(EXAMPLES, program.batch) if program.allows(n)), max(program.batch, EXAMPLES))
     failures: list[Exception] = []
     for how, seed in product(Draw, range(_SEEDS)):
@@ -74,11 +74,11 @@ def validate_capture(program: Program, model: nn.Module, example: Example) -> Pr
             notes.append("Examples were compared without float64, in which the model does not run.")
         compare = partial(_compare, program, model, example, may_widen=may_widen)
         guards = with_other_branches(program, model, example, compare, partial(data.draw, seed=seed, how=how))
-        return replace(_with(program, apart, notes), guards=guards, outputs=outputs)
+        return replace(with_found(program, apart, notes), guards=guards, outputs=outputs)
     raise CaptureError(str(failures[-1])) from failures[-1].__cause__
 
 
-def _with(program: Program, apart: Apart, notes: Iterable[str]) -> Program:
+def with_found(program: Program, apart: Apart, notes: Iterable[str]) -> Program:
     """The program with what was found."""
     terms = apart.loss_terms()
     order = {node: k for k, node in enumerate(program.graph.nodes)}
@@ -95,16 +95,14 @@ def _with(program: Program, apart: Apart, notes: Iterable[str]) -> Program:
 def _apart(
     program: Program, model: nn.Module, example: Example, tensors: dict[str, Tensor], may_widen: bool
 ) -> tuple[Apart, Program | Refusal, bool]:
-    """Run the graph and that of outputs on parts of the batch, in float64 if they run there; also whether they did."""
+    """Run the graph and that of outputs on parts of the batch, in float64 if they run there; also whether they did.
+
+    Raises NotFinite and CaptureError.
+    """
     for precision in (Precision.WIDE, Precision.OWN) if may_widen else (Precision.OWN,):
-        reference = ReferenceCopy(program, model, example, precision)
-        apart = Apart(program, LossTerms(program.graph, program.part is not None), reference.tolerance)
+        reference = ReferenceCopy(program, model, example, precision, narrow=is_known(program))
         try:
-            apart.run(reference, tensors)
-            if not apart.couplings and apart.unseen:
-                apart = Apart(program, apart.terms, reference.tolerance)
-                apart.run(reference, tensors, noise=True)
-            outputs = _outputs_apart(apart, reference, tensors)
+            apart, outputs = run_apart(program, reference, tensors)
             break
         except CaptureError:
             if precision is Precision.OWN:
@@ -112,6 +110,18 @@ def _apart(
     if not apart.couplings and apart.loss_terms() and not is_known(program):
         _require_gradients_apart(program, reference, tensors, apart)
     return apart, outputs, reference.wide
+
+
+def run_apart(
+    program: Program, reference: ReferenceCopy, tensors: dict[str, Tensor], guess: bool = False
+) -> tuple[Apart, Program | Refusal]:
+    """Run the graph and that of outputs on parts of the batch.  guess: see `Apart`."""
+    apart = Apart(program, LossTerms(program.graph, program.part is not None), reference.tolerance, guess)
+    apart.run(reference, tensors)
+    if not apart.couplings and apart.unseen:
+        apart = Apart(program, apart.terms, reference.tolerance, guess)
+        apart.run(reference, tensors, noise=True)
+    return apart, _outputs_apart(apart, reference, tensors)
 
 
 def _outputs_apart(found: Apart, reference: ReferenceCopy, tensors: dict[str, Tensor]) -> Program | Refusal:
@@ -128,7 +138,7 @@ def _outputs_apart(found: Apart, reference: ReferenceCopy, tensors: dict[str, Te
         return outputs
     terms = LossTerms(outputs.graph)
     terms.uses.clear()
-    apart = Apart(outputs, terms, reference.tolerance)
+    apart = Apart(outputs, terms, reference.tolerance, found.guess)
     try:
         apart.run(reference, {each.name: tensors[each.name] for each in outputs.inputs})
     except CaptureError as error:
@@ -147,7 +157,7 @@ def _outputs_apart(found: Apart, reference: ReferenceCopy, tensors: dict[str, Te
             apart.couplings[node] = (
                 f"{info(node).source}: which rows of {node.name} an example has is not known; return a row for each"
             )
-    return located(_with(outputs, apart, ()))
+    return located(with_found(outputs, apart, ()))
 
 
 def _compare(
@@ -160,7 +170,7 @@ def _compare(
     first = ""
     for precision in Precision if may_widen else (Precision.EXACT, Precision.OWN):
         try:
-            _compare_runs(program, ReferenceCopy(program, model, example, precision), batches)
+            compare_runs(program, ReferenceCopy(program, model, example, precision), batches)
         except CaptureError as error:
             if precision is Precision.OWN:
                 raise
@@ -173,7 +183,7 @@ def _compare(
     raise AssertionError("the last precision returns or raises")
 
 
-def _compare_runs(program: Program, reference: ReferenceCopy, batches: list[dict[str, Tensor]]) -> None:
+def compare_runs(program: Program, reference: ReferenceCopy, batches: list[dict[str, Tensor]]) -> None:
     """Run the model and its graph on one batch, and again on another one.  Raises CaptureError where they differ."""
     keeps = {name for _, own in regions(program) for name in own.keeps}
     before = python_state(reference.model, reference.example.loss)

@@ -88,9 +88,12 @@ class Meeting:
 
 
 @contextmanager
-def refusals_told(world: int) -> Iterator[Call]:
-    """Around a compilation: its error is told to the ranks that were started together with this one."""
-    call = Call(next(_numbers))
+def refusals_told(world: int, call: Call | None = None) -> Iterator[Call]:
+    """Around a compilation: its error is told to the ranks that were started together with this one.
+
+    call: that of a compilation which goes on; None: a new one.
+    """
+    call = Call(next(_numbers)) if call is None else call
     try:
         yield call
     except Exception as error:
