@@ -55,11 +55,13 @@ def compiled(args: argparse.Namespace) -> CompiledProgram:
     plan = None if given is None else _plan(args, Path(given))
     behind = Behind()
     file, settings, program = analysed(args, plan, behind=behind)
+    traced = [program]
 
     def anew() -> LoweredProgram:
         with Step(f"tracing {file.name}", args.quiet) as step:
             doing = step.doing(file.name)
-            return specialise(_analysed(file, args.verbose, settings, doing, True), settings, plan, now=doing)
+            traced[:] = [_analysed(file, args.verbose, settings, doing, True)]
+            return specialise(traced[0], settings, plan, now=doing)
 
     with Step(f"planning {file.name} on {settings.world} ranks", args.quiet) as step:
         placed = specialise(program, settings, plan, watch if args.verbose else None, step.doing(file.name))
@@ -69,7 +71,7 @@ def compiled(args: argparse.Namespace) -> CompiledProgram:
                 prediction = replace(placed.plan.prediction, advice=advice(settings.place(), program, placed.plan))
                 placed = replace(placed, plan=replace(placed.plan, prediction=prediction))
     made = CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code), behind, anew)
-    made.analysed = lambda: program
+    made.analysed = lambda: traced[0]
     return made
 
 

@@ -39,7 +39,7 @@ def tune(args: argparse.Namespace) -> int:
     folder = Path(args.output)
     require_writable(folder)
     hosts = None if args.hosts is None else parse_hosts(args.hosts, args.world)
-    program = compiled(args)
+    program = compiled(args).validated()
     require_importable(program.program, "tune")
     where = [each.name for each in hosts for _ in range(each.ranks)] if hosts else args.world * [socket.gethostname()]
     plan = None if args.again else known(program, where)
