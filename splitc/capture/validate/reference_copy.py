@@ -60,18 +60,16 @@ class _Standing(NoDropout):
 
     layers = torch.float64
 
-    def __init__(
-        self, program: Program, tensors: Mapping[int, Tensor], wide: bool, apart: bool, beside: bool = False
-    ) -> None:
+    def __init__(self, program: Program, tensors: Mapping[int, Tensor], wide: bool, apart: bool) -> None:
         super().__init__(program)
-        self._tensors, self._wide, self._apart, self.beside = tensors, wide, apart, beside
+        self._tensors, self._wide, self._apart = tensors, wide, apart
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not threading.main_thread().is_alive():
             raise InterruptedError("the process ends")
         value = self._computed(func, types, args, kwargs)
-        is_narrow = self._wide and isinstance(value, Tensor) and value.dtype in WIDE  # in the default dtype
-        return value.to(WIDE[value.dtype]) if is_narrow and self.beside else value
+        is_narrow = self._wide and isinstance(value, Tensor) and value.dtype in WIDE  # of a layer, or a default
+        return value.to(WIDE[value.dtype]) if is_narrow else value
 
     def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = (map_tree(part, self._replaced) for part in (args, kwargs or {}))
@@ -79,8 +77,6 @@ class _Standing(NoDropout):
             func = Tensor.double
         if self._wide and func in LAYERS:
             args, kwargs = (map_tree(part, self._in_layer) for part in (args, kwargs))
-            if self.layers is not torch.float64:
-                return super().__torch_function__(func, types, args, kwargs).double()
         if self._wide and func in _UNFOLDED and len(args) > 1 and args[0].dim() == args[1].dim():
             run = super().__torch_function__
             return torch.cat([run(func, types, (each, *args[1:]), kwargs) for each in args[0].split(1)])
@@ -174,7 +170,7 @@ class ReferenceCopy:
                 warnings.simplefilter("ignore")  # some functions warn about a single example, std() for one
             stack.enter_context(torch.enable_grad())
             stack.enter_context(under_autocast(self.model, self._autocast))
-            self.standing = _Standing(self._program, held, self.wide, apart, self.beside)
+            self.standing = _Standing(self._program, held, self.wide, apart)
             stack.enter_context(self.standing)
             yield
 
