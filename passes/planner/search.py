@@ -168,17 +168,57 @@ _WEIGHTS = ((1.0, 0.0), (0.3, 0.0), (0.0, 0.0), (1.0, 0.1), (1.0, 1.0), (1.0, 10
 def first_assignment(problem: Problem) -> Assignment | None:
     """The best of a few walks that breaks no equation; None where all do."""
     best: tuple[float, Assignment] | None = None
-    crossing = _crossing(problem)
+    kinds = kinds_of(problem)
     for syncing, memory in _WEIGHTS:
         if memory and best is not None:
             break
-        chosen = _walk(problem, crossing, syncing, memory)
+        chosen = _walk(problem, kinds, syncing, memory)
         if chosen is None or problem.broken(chosen):
             continue
         seconds = problem.seconds(chosen)
         if best is None or seconds < best[0]:
             best = seconds, chosen
     return None if best is None else best[1]
+
+
+@dataclass(frozen=True, eq=False)
+class _Kind:
+    """What a walk reads of a layer, and of all that are like it: its options, and what moves before it runs.
+
+    reads: the moves of what it reads, and how it reads it.  crossing: see `_crossing`.
+    """
+
+    options: tuple[Option, ...]
+    reads: tuple[tuple[Mapping[tuple[Place, Place], Move], str], ...]
+    crossing: Mapping[tuple[int, int], float]
+
+    def moving(self, place: Place, option: Option) -> float:
+        """Seconds to move what the layer reads from `place`, and on to another role all that lives."""
+        if place[0] != option.role:
+            return self.crossing.get((place[0], option.role), 0.0)
+        seconds = 0.0
+        for moves, how in self.reads:
+            move = moves.get((place, need_of(option, how)))
+            seconds += move.seconds if move is not None else 0.0
+        return seconds
+
+
+_Way = tuple[Option, float, list[tuple[Place, float]]]
+
+
+def kinds_of(problem: Problem) -> list[_Kind]:
+    """The kind of each layer, the same object for those that are alike."""
+    reads: dict[str, list[tuple[Mapping[tuple[Place, Place], Move], str]]] = {name: [] for name in problem.options}
+    for value in problem.values:
+        for reader, how in value.readers:
+            reads[reader].append((value.moves, how))
+    known: dict[object, _Kind] = {}
+    found = []
+    for layer, crossing in _crossing(problem).items():
+        options, own = problem.options[layer], reads[layer]
+        key = tuple(map(id, options)), tuple((id(moves), how) for moves, how in own), tuple(crossing.items())
+        found.append(known.setdefault(key, _Kind(options, tuple(own), crossing)))
+    return found
 
 
 def _crossing(problem: Problem) -> dict[str, dict[tuple[int, int], float]]:
@@ -200,27 +240,33 @@ def _crossing(problem: Problem) -> dict[str, dict[tuple[int, int], float]]:
     return found
 
 
-def _walk(
-    problem: Problem, crossing: Mapping[str, Mapping[tuple[int, int], float]], syncing: float, memory: float
-) -> Assignment | None:
+def _walk(problem: Problem, kinds: Iterable[_Kind], syncing: float, memory: float) -> Assignment | None:
     """Dynamic programming over the layers in graph order; between two of them, the place of the first one's result."""
-    reads: dict[str, list[tuple[Mapping[tuple[Place, Place], Move], str]]] = {name: [] for name in problem.options}
-    for value in problem.values:
-        for reader, how in value.readers:
-            reads[reader].append((value.moves, how))
+
+    def own(option: Option) -> float:
+        seconds = option.computing + option.moving + option.updating
+        return seconds + (syncing * option.syncing + memory * option.memory / problem.memory)
+
+    def ways(kind: _Kind, before: Iterable[Place]) -> list[_Way]:
+        """The options of a layer, each with its seconds, and with those from every place where it can follow."""
+        return [
+            (o, own(o), [(place, kind.moving(place, o)) for place in before if 0 <= o.role - place[0] <= 1])
+            for o in kind.options
+        ]
+
     last = len(problem.ranks) - 1 if problem.filled else 0
     best: dict[Place, tuple[float, int]] = {(0, "batch"): (0.0, -1)}  # place -> seconds, link to how it came about
     links: list[tuple[int, Option]] = []
-    for layer, options in problem.options.items():
+    known: dict[tuple[_Kind, tuple[Place, ...]], list[_Way]] = {}
+    for kind in kinds:
         after: dict[Place, tuple[float, int]] = {}
-        for option in options:
-            own = option.computing + option.moving + option.updating
-            own += syncing * option.syncing + memory * option.memory / problem.memory
+        if (key := (kind, tuple(best))) not in known:
+            known[key] = ways(*key)
+        for option, alone, moved in known[key]:
             reached: tuple[float, int] | None = None
-            for place, (seconds, link) in best.items():
-                if place[0] > option.role or option.role - place[0] > 1:
-                    continue
-                total = seconds + own + _moving(place, option, reads[layer], crossing[layer])
+            for place, moving in moved:
+                seconds, link = best[place]
+                total = seconds + alone + moving
                 if total < math.inf and (reached is None or total < reached[0]):
                     reached = total, link
             makes = option.role, option.makes
@@ -238,19 +284,3 @@ def _walk(
         link, option = links[link]
         chosen.append(option)
     return dict(zip(problem.options, reversed(chosen), strict=True))
-
-
-def _moving(
-    place: Place,
-    option: Option,
-    reads: list[tuple[Mapping[tuple[Place, Place], Move], str]],
-    crossing: Mapping[tuple[int, int], float],
-) -> float:
-    """Seconds to move what a layer reads from `place`, and on to another role all that lives."""
-    if place[0] != option.role:
-        return crossing.get((place[0], option.role), 0.0)
-    seconds = 0.0
-    for moves, how in reads:
-        move = moves.get((place, need_of(option, how)))
-        seconds += move.seconds if move is not None else 0.0
-    return seconds

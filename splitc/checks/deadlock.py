@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import networkx as nx
@@ -15,30 +15,51 @@ from splitc.ir.wire_op import WireOp
 _Channel = tuple[Any, ...]
 """A word and ranks: "message", from and to; or "sum" and its members."""
 
+_Event = tuple[int, int]
+"""The number of a channel, and how many events of it came before."""
+
 
 def sends_meet_receives(program: LoweredProgram) -> list[str]:
     """The k-th send and the k-th receive between two ranks have equal payload, shape and dtype; collectives too."""
-    channels: dict[_Channel, dict[int, list[WireOp]]] = defaultdict(lambda: defaultdict(list))
-    for rank in range(program.plan.world):
-        for op in wire(program, rank):
-            channels[_channel(rank, op)][rank].append(op)
+    wires, names = _events(program)
+    channels: dict[int, dict[int, list[WireOp]]] = defaultdict(lambda: defaultdict(list))
+    for rank, events in enumerate(wires):
+        for (number, _), op in events:
+            channels[number][rank].append(op)
     problems: list[str] = []
-    for (kind, first, *others), ops in sorted(channels.items()):
+    for (kind, first, *others), number in sorted(zip(names, range(len(names)), strict=True)):
         verbs = ("sends", "receives") if kind == "message" else ("sums", "sums")
+        ops = channels[number]
         for rank in others:
             problems += _match(f"rank {first}", f"rank {rank}", ops[first], ops[rank], verbs)
     return problems
 
 
-def _channel(rank: int, op: WireOp) -> _Channel:
-    if op.kind == "collective":
-        return "sum", *op.ranks
-    return ("message", rank, *op.ranks) if op.kind == "send" else ("message", *op.ranks, rank)
+def _events(program: LoweredProgram) -> tuple[list[list[tuple[_Event, WireOp]]], list[_Channel]]:
+    """What each rank does, in order, each with its event; and the channels, by number."""
+    numbers: dict[_Channel, int] = {}
+    sums: dict[int, int] = {}  # the id of the members, of which there may be many -> the number of their channel
+    wires = []
+    for rank in range(program.plan.world):
+        counts: dict[int, int] = defaultdict(int)
+        events = []
+        for op in wire(program, rank):
+            if op.kind != "collective":
+                ends = (rank, *op.ranks) if op.kind == "send" else (*op.ranks, rank)
+                number = numbers.setdefault(("message", *ends), len(numbers))
+            elif (known := sums.get(id(op.ranks))) is not None:
+                number = known
+            else:
+                number = sums[id(op.ranks)] = numbers.setdefault(("sum", *op.ranks), len(numbers))
+            events.append(((number, counts[number]), op))
+            counts[number] += 1
+        wires.append(events)
+    return wires, list(numbers)
 
 
 def _match(left: str, right: str, a: list[WireOp], b: list[WireOp], verbs: tuple[str, str]) -> list[str]:
     for x, y in zip(a, b, strict=False):
-        if (x.payload, x.shape, x.dtype) != (y.payload, y.shape, y.dtype):
+        if x is not y and (x.payload, x.shape, x.dtype) != (y.payload, y.shape, y.dtype):
             return [
                 f"{left} {verbs[0]} {x.payload} {x.shape} {x.dtype} "
                 f"where {right} {verbs[1]} {y.payload} {y.shape} {y.dtype}"
@@ -57,27 +78,25 @@ def no_deadlock(program: LoweredProgram) -> list[str]:
     role, which run one graph.  So what a backward exchanges is in one order there; if, as a whole, it is in no cycle
     with the rest either, then no such place makes one.
     """
-    events: dict[Any, list[tuple[int, WireOp]]] = defaultdict(list)
-    orders: list[list[Any]] = []
+    wires, _ = _events(program)
+    ways = {tuple((event, op.within, op.payload.bucket is None) for event, op in each): None for each in wires}
     kinds: dict[Any, set[bool]] = defaultdict(set)  # whether a backward has buckets, and others
-    for rank in range(program.plan.world):
-        counts: dict[_Channel, int] = defaultdict(int)
-        orders.append([])
-        for op in wire(program, rank):
-            channel = _channel(rank, op)
-            orders[-1].append((channel, counts[channel]))
-            counts[channel] += 1
-            events[orders[-1][-1]].append((rank, op))
-            kinds[op.within].add(op.payload.bucket is None)
-    wholes = {e: op.within for e, ops in events.items() for _, op in ops if op.within and len(kinds[op.within]) == 2}
+    for _, within, is_other in chain.from_iterable(ways):
+        kinds[within].add(is_other)
+    wholes = {event: within for event, within, _ in chain.from_iterable(ways) if within and len(kinds[within]) == 2}
+    orders = [[event for event, _, _ in way] for way in ways]
     cycle = _cycle(orders) or (wholes and _cycle([[wholes.get(e, e) for e in order] for order in orders]))
     if not cycle:
         return []
-    chain = "; then ".join(
+    events: dict[Any, list[tuple[int, WireOp]]] = defaultdict(list)
+    for rank, each in enumerate(wires):
+        for event, op in each:
+            events[event].append((rank, op))
+    told = "; then ".join(
         " with ".join(f"rank {rank}: {op}" for rank, op in events[event]) or "the backward of {}[{}]".format(*event)
         for event in cycle
     )
-    return [f"the ranks deadlock in a cycle: {chain}; then the first again"]
+    return [f"the ranks deadlock in a cycle: {told}; then the first again"]
 
 
 def _cycle(orders: list[list[Any]]) -> list[Any]:

@@ -142,7 +142,7 @@ class Plan:
         """The roles of `rank`, that of a server included; none for a rank without work."""
         return self.roles_of(rank) + (SERVER,) * (rank in self.servers)
 
-    @property
+    @cached_property
     def deals(self) -> bool:
         """Whether ranks train subnets, whose neurons are dealt to them in each round."""
         return any(place.holding == "subnet" for place in self.placements.values())
@@ -239,10 +239,18 @@ class Plan:
 
     def pieces(self, role: str, rank: int) -> Pieces:
         """The pieces in which `rank` computes in `role`."""
-        grouping, bounds = self.grouping(role), self.batch_offsets[role]
+        grouping = self.grouping(role)
         first = self._positions[role][rank] // grouping.size * grouping.size
-        group, readers = bounds[first : first + grouping.size + 1], self.batch_offsets[self.reader]
-        return pieces_of(grouping.scheme, self.microbatches, readers, group)
+        key = role, 0 if grouping.scheme == "BK" else first  # by which all groups have the same pieces
+        if key not in self._pieces:
+            group = self.batch_offsets[role][first : first + grouping.size + 1]
+            self._pieces[key] = pieces_of(grouping.scheme, self.microbatches, self.batch_offsets[self.reader], group)
+        return self._pieces[key]
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[str, int], Pieces]:
+        """What `pieces` found, by role and first rank of a group."""
+        return {}
 
     def sizes_at(self, role: str, rank: int, turn: int) -> tuple[int, ...]:
         """For each member of the group of `rank`, how many of its examples a role computes on at once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 from splitc.features import parts
@@ -42,7 +43,8 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
     total, readers = next((each[-1] for each in bounds.values() if each), 0), len(next(iter(roles.values())))
     first = bounds.get(next(iter(roles))) or share_out(total, readers or 1)
     even = {role: tuple(serve(first, len(ranks))) for role, ranks in roles.items() if total and ranks}
-    fields["placements"] = {name: _placement(place, fields) for name, place in fields["placements"].items()}
+    placement = cache(lambda place: _placement(place, fields))  # of which many layers have the same
+    fields["placements"] = {name: placement(place) for name, place in fields["placements"].items()}
     return {**fields, "batch_offsets": {**even, **bounds}}
 
 

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from splitc.checks.batch_sizes import require_batch_sizes
 from splitc.errors import LaunchError, PlacementError
+from splitc.runtime.pieces import Pieces
 from splitc.runtime.worker import Worker
 from tests.support.capturing import capture, here, refusal, validated
 from tests.support.compiled import compiled
@@ -150,6 +152,24 @@ def test_a_plan_with_batches_beyond_the_branch_is_refused() -> None:
 def test_within_the_range_training_is_that_of_one_process(strategy: str) -> None:
     assert compiled(Net(over), *of(8), F.cross_entropy, 2, strategy).verify(dtype=torch.float64).holds
     assert compiled(Net(over), *of(52), F.cross_entropy, 2, strategy).verify(dtype=torch.float64).holds
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_piece_are_listed_once_for_all_layers_and_ranks_of_a_role(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = [each for _ in range(6) for each in (nn.Linear(8, 8), nn.BatchNorm1d(8))]
+    model = nn.Sequential(*layers, nn.Linear(8, 4))
+    program = compiled(model, torch.randn(8, 8), torch.randint(4, (8,)), F.cross_entropy, 4, "data_parallel").program
+    listed, parts = list[int](), Pieces.parts
+
+    def noted(self: Pieces, piece: int) -> list[tuple[int, int]]:
+        listed.append(piece)
+        return parts(self, piece)
+
+    monkeypatch.setattr(Pieces, "parts", noted)
+    require_batch_sizes(program)
+    assert listed == [0]
 
 
 NORMALISED = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))

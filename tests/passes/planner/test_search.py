@@ -25,7 +25,7 @@ from splitc.passes.planner.pins import resolve_pins
 from splitc.passes.planner.priced_plan import simulated
 from splitc.passes.planner.propose import propose
 from splitc.passes.planner.request import Request, smallest
-from splitc.passes.planner.search import Search, search
+from splitc.passes.planner.search import Search, kinds_of, search
 from splitc.passes.planner.strategy import Strategy
 from splitc.strategies.data_parallel import DataParallel
 from splitc.strategies.hybrid_single import HybridSingle
@@ -231,6 +231,15 @@ def test_layers_with_the_same_numbers_have_the_options_that_each_would_have_by_i
     object.__setattr__(request, "alike", {layer: layer for layer in request.alike})
     request.options.clear()
     assert [role_options(request, rules, each, role) for each in several for role in (0, 1)] == shared
+
+
+def test_layers_that_are_alike_are_priced_once_in_a_walk() -> None:
+    rows = [Row("fc0", ("images",), parameters=100, width=32, flops=1e4)]
+    rows += [Row(f"fc{k}", (f"fc{k - 1}",), parameters=100, width=32, flops=1e4) for k in range(1, 9)]
+    request = request_of(small_program([*rows, Row("loss", ("fc8", "labels"))]), 4, small_cluster())
+    division, space = next(iter(LayerSeparation().divisions(request))), LayerSeparation().space(request, False)
+    kinds = kinds_of(problem := make_problem(request, cut_rules(request.program), division, space))
+    assert len(kinds) == len(problem.options) and len({*kinds[1:9]}) == 1
 
 
 def positions() -> Program:
