@@ -29,6 +29,7 @@ _FUNCTIONS = {
     "verify": "commands:verify",
     "simulate": "simulating:simulate",
     "calibrate": "calibrating:calibrate",
+    "doctor": "doctor:doctor",
     "clusters": "clusters:clusters",
     "example": "copying:example",
     "demo": "examples.demo.main:demo",

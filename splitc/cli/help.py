@@ -119,6 +119,13 @@ It starts its ranks itself: one for each GPU, else one for each core. To measure
 several machines, start it on them:
   torchrun --nnodes 2 --nproc-per-node 4 ... -m splitc.cli calibrate -o my.toml
 """,
+    "doctor": """examples:
+  splitc doctor --hosts node1,node2,node3 --cluster cluster.toml
+  splitc doctor --ranks 4
+  torchrun --nnodes 2 --nproc-per-node 1 ... -m splitc.cli doctor
+
+Exit code 0: nothing is wrong; 1: something is.
+""",
     "example": """examples:
   splitc example
   splitc example alexnet mlp

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitc.errors import LaunchError
-from splitc.ir.plan import Plan
 from splitc.runtime.launch.torchrun import Lines, forward, of_ranks, stopped_like_ctrl_c
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
@@ -86,10 +85,13 @@ def parse_hosts(text: str, world: int) -> list[Host]:
 
 
 def run_on_hosts(
-    folder: Path, plan: Plan, hosts: Sequence[Host], arguments: Sequence[str], to: Lines | None = None
+    folder: Path, mark: str, hosts: Sequence[Host], arguments: Sequence[str], to: Lines | None = None
 ) -> int:
-    """Copy the build, run it, and end it everywhere when a host fails; returns 1 then.  to: takes the ranks' stdout."""
-    copies = [f'"$HOME"/.splitc/{shlex.quote(folder.resolve().name)}-{plan.hash}-{k}' for k in range(len(hosts))]
+    """Copy a folder, run its launch.py, and end it everywhere when a host fails; returns 1 then.
+
+    mark: in the name of the copies.  to: takes the ranks' stdout.
+    """
+    copies = [f'"$HOME"/.splitc/{shlex.quote(folder.resolve().name)}-{mark}-{k}' for k in range(len(hosts))]
     common = {
         "python": shlex.quote(sys.executable),
         "master": shlex.quote(os.environ.get("MASTER_ADDR") or hosts[0].name.rpartition("@")[2]),

@@ -34,7 +34,7 @@ def launch(folder: Path, arguments: Sequence[str]) -> int:
     if hosts.hosts is not None:
         from splitc.cli.hosts import parse_hosts, run_on_hosts
 
-        return run_on_hosts(folder, plan, parse_hosts(hosts.hosts, plan.world), others)
+        return run_on_hosts(folder, plan.hash, parse_hosts(hosts.hosts, plan.world), others)
     from splitc.runtime.launch.torchrun import torchrun
 
     return torchrun([str(script), *arguments], plan.world).returncode and 1

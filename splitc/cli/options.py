@@ -161,6 +161,15 @@ def _calibrate(add: Add) -> None:
     add("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
+def _doctor(add: Add) -> None:
+    add("--hosts", metavar="A,B:2", help="start a rank on each of these hosts over ssh; :2 are the ranks of one")
+    add("--ranks", type=positive, metavar="N", help="processes to start on this machine (default 2)")
+    add("--cluster", metavar="NAME", help="compare with this cluster: a known name or a .toml file")
+    add("--budget", type=seconds, default=12.0, metavar="SECONDS", help="how long to measure, about (default 12)")
+    add("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
+    add("--json", action="store_true", help="print all figures and problems as JSON (schema 1)")
+
+
 def _clusters(add: Add) -> None:
     add("names", nargs="*", metavar="name", help="print these clusters as files, with all numbers and their source")
     add("--accuracy", action="store_true", help="of these, names or files, or of all: what ran there beside its price")
@@ -247,6 +256,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Add], None]]] = {
     "verify": ("show that the ranks train exactly as one process does", _verify),
     "simulate": ("predict throughput over worlds, bandwidths and strategies", _simulate),
     "calibrate": ("measure devices and links, and write them as a cluster file", _calibrate),
+    "doctor": ("measure all pairs of hosts before training, and say what is wrong; exit code 1 then", _doctor),
     "clusters": ("list the known clusters, and this machine if it was measured", _clusters),
     "example": ("list the example models and scripts, or write some of them here", _example),
     "demo": ("train on real digits: one process, DDP and splitc side by side", _demo),

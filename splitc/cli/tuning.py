@@ -91,7 +91,7 @@ def _run(
             if hosts is None:
                 code = torchrun([str(folder / "launch.py"), *arguments], plan.world, to=heard).returncode
             else:
-                code = run_on_hosts(folder, plan, hosts, arguments, to=heard)
+                code = run_on_hosts(folder, plan.hash, hosts, arguments, to=heard)
             if not code:
                 return
             if heard.running is None:
