@@ -39,6 +39,8 @@ class Predict(Pass[LoweredProgram, LoweredProgram]):
         prediction = replace(
             prediction,
             phases=timeline.phases,
+            p50=timeline.p50,
+            p90=timeline.p90,
             cluster=cluster.name,
             based_on=base_digest(cluster),
             factors={} if learned is None else learned.factors,

@@ -15,7 +15,7 @@ from typing import Any
 from splitc.cost_models.calibration.devices import DeviceFit
 from splitc.cost_models.calibration.link_fit import LinkFit
 from splitc.cost_models.compute.roofline import achieved_flop_rate
-from splitc.ir.cluster import Cluster, Device, Unlike
+from splitc.ir.cluster import Cluster, Device, Link, Unlike
 from splitc.ir.cluster_file import from_data, to_data
 
 _LIKE_DEVICES = 1.3  # the factor below which rates are alike: of equal ranks under quotas they differ by up to a fifth
@@ -45,6 +45,11 @@ class RankLayout:
         """Whether the ranks of a host compute on the same cores, or on fewer GPUs than there are ranks."""
         several = self.per_host > 1 and not self.separate
         return several and (not self.gpus or self.slots < self.per_host)
+
+    @property
+    def part(self) -> float:
+        """The part of a core that a rank has while all compute."""
+        return min(1.0, self.slots / self.per_host) if self.shares_device else 1.0
 
     def measures(self, rank: int) -> bool:
         """Whether a rank measures its device: at most as many per host as can compute without sharing."""
@@ -88,10 +93,13 @@ def assemble(name: str, source: str, fits: Sequence[DeviceFit | None], links: Li
 
 def _of_whole_cores(found: LinkFit, ranks: RankLayout) -> LinkFit:
     """Scale the processor time of a byte to a whole core, where ranks shared cores while it was measured."""
-    part = min(1.0, ranks.slots / ranks.per_host) if ranks.shares_device else 1.0
-    links = tuple(replace(link, processor=link.processor * part) for link in found.links)
-    local = None if found.local is None else replace(found.local, processor=found.local.processor * part)
-    return replace(found, links=links, local=local)
+
+    def scaled(link: Link) -> Link:
+        return replace(
+            link, processor=link.processor * ranks.part, message_processor=link.message_processor * ranks.part
+        )
+
+    return replace(found, links=tuple(map(scaled, found.links)), local=found.local and scaled(found.local))
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

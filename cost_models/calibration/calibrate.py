@@ -20,7 +20,8 @@ from splitc.cost_models.calibration.devices import DeviceFit, Residual, averaged
 from splitc.cost_models.calibration.link_fit import LinkFit, fit_links
 from splitc.cost_models.calibration.links import measure_links
 from splitc.cost_models.calibration.loopback import gpu_link, loopback_link
-from splitc.cost_models.calibration.rank_timer import Progress, RankTimer, no_progress
+from splitc.cost_models.calibration.overlap import measure_jitter
+from splitc.cost_models.calibration.rank_timer import LEAST, Progress, RankTimer, no_progress
 from splitc.cost_models.compute.clocks import threads
 from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster
@@ -28,7 +29,7 @@ from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.devices import host
 
 BUDGET = 90.0  # seconds
-_DEVICES = 0.35  # of the budget; the rest is for the links
+_DEVICES, _JITTER = 0.3, 0.1  # of the budget; the rest is for the links
 _WHOLE = 0.95  # share of the time from which a core counts as available all the time
 
 
@@ -65,7 +66,10 @@ def calibrate(
         if separate and not ranks.gpus:
             own = replace(own, device=own.device.slowed(1 / _share(budget / 20)))
     fits = transport.all_gather_objects(own)
-    samples = measure_links(transport, budget * (1 - _DEVICES), progress, ranks.ranks_per_host)
+    timer = RankTimer(transport, progress)
+    jitter = measure_jitter(timer, budget * _JITTER / (1 + LEAST)) * ranks.part
+    fits = [fit and replace(fit, device=replace(fit.device, jitter=jitter)) for fit in fits]
+    samples = measure_links(transport, budget * (1 - _DEVICES - _JITTER), progress, ranks.ranks_per_host)
     links = fit_links(samples, alike=ranks.one_machine)
     kind = "separate ranks" if separate else "ranks"
     count = 0 if ranks.gpus else torch.get_num_threads()

@@ -22,7 +22,7 @@ import numpy as np
 
 from splitc import units
 from splitc.cost_models.calibration.devices import Residual, averaged
-from splitc.cost_models.calibration.samples import LIKE, LinkSamples, Overlap, Ranks, Sample, times
+from splitc.cost_models.calibration.samples import LARGE, LIKE, LinkSamples, Overlap, Ranks, Sample, times
 from splitc.ir.cluster import COLLECTIVES, Link, Rate
 
 Point = tuple[float, float, float]  # rounds, bytes, seconds
@@ -78,7 +78,8 @@ def fit_links(measured: LinkSamples, alike: bool = False) -> LinkFit:
         for each in measured.samples
     ]
     for each in measured.overlaps:
-        taken = links[speeds.group[each.rank]].processor * each.nbytes
+        link = links[speeds.group[each.rank]]
+        taken = link.processor * each.nbytes + link.message_processor * each.messages
         what = f"computing beside transfers of {units.nbytes(each.message)}"
         residuals.append(Residual(what, each.together, each.alone + taken))
     largest = max((each.nbytes for each in measured.samples), default=0.0)
@@ -88,16 +89,16 @@ def fit_links(measured: LinkSamples, alike: bool = False) -> LinkFit:
 # -- lines -------------------------------------------------------------------------------------------------------------
 
 
-def fit_line(points: Sequence[Point]) -> tuple[float, float]:
-    """Latency and bandwidth of equation (1) by (2)."""
+def fit_line(points: Sequence[Point], most: float = math.inf) -> tuple[float, float]:
+    """Latency and bandwidth of equation (1) by (2).  most: bandwidth that there can be, unless a point reached more."""
     rounds, nbytes, seconds = np.array(points, dtype=np.float64).T
     rows = np.stack([rounds / seconds, nbytes / seconds], axis=1)
     (latency, per_byte), _, rank, _ = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)
     reached = rows[:, 1]
     if rank < 2 or latency < 0:  # one size only, or noise
         return 0.0, float(reached @ reached / reached.sum())
-    if per_byte <= 0:  # large messages took no longer than small ones: noise, and at least what they reached
-        per_byte = 1 / reached.max()
+    if per_byte <= 1 / max(most, reached.max()):  # sizes took too much alike: noise, or only latency
+        per_byte = 1 / reached.max() if most == math.inf else 1 / max(most, reached.max())
         latency = max(0.0, rows[:, 0] @ (1 - per_byte * reached) / (rows[:, 0] @ rows[:, 0]))
     return float(latency), float(1 / per_byte)
 
@@ -114,6 +115,7 @@ def point(sample: Sample) -> Point:
     rounds, sent = {
         **dict.fromkeys(_MANY, (n - 1, (n - 1) * nbytes)),
         **dict.fromkeys(("all_gather", "reduce_scatter"), (n - 1, (n - 1) / n * nbytes)),
+        "all_to_all": (n - 1, (n - 1) / n**2 * nbytes),
         "all_reduce": (2 * (n - 1), 2 * (n - 1) / n * nbytes),
     }.get(sample.kind, (1, nbytes))
     return rounds, sent, sample.seconds
@@ -133,14 +135,15 @@ def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
     collectives = {}
     for name in COLLECTIVES:
         if kinds[name]:
-            of_a_round, rate = fit_line([point(each) for each in _beyond_buckets(kinds[name])])
+            of_a_round, rate = fit_line([point(each) for each in _beyond_buckets(kinds[name])], bandwidth)
             collectives[name] = Rate(rate, of_a_round)
-    taken = fit_factor((each.alone, each.nbytes, each.together) for each in overlaps) if overlaps else 0.0
+    taken, of_a_message = _processor(overlaps, 2 / bandwidth)
     return Link(
         bandwidth=bandwidth,
         latency=latency,
         duplex=not kinds["exchange"] or times_as_long("exchange") < 1.5,
-        processor=min(max(taken, 0.0), 2 / bandwidth),  # the core is busy with a byte no longer than both ends are
+        processor=taken,
+        message_processor=of_a_message,
         collectives=collectives,
     )
 
@@ -170,6 +173,21 @@ def share_a_line(samples: Sequence[Sample], priced: Callable[[Sample], float]) -
             times = each.seconds / (alone or priced(replace(each, kind="message")))
             own, whole = own + abs(math.log(times)), whole + abs(math.log(2 * times / len(each.ranks)))
     return whole < own
+
+
+def _processor(overlaps: Sequence[Overlap], most: float) -> tuple[float, float]:
+    """Seconds of computing that a byte takes, by large sums, and that a message takes besides, by small ones.
+
+    most: of a byte, with which the core is busy no longer than both ends are.
+    """
+    large = [(each.alone, each.nbytes, each.together) for each in overlaps if each.message >= LARGE]
+    taken = min(max(fit_factor(large), 0.0), most) if large else 0.0
+    rest = [
+        (each.alone + taken * each.nbytes, each.messages, each.together)
+        for each in overlaps
+        if each.message < LARGE and each.messages
+    ]
+    return taken, max(fit_factor(rest), 0.0) if rest else 0.0
 
 
 def _fill_in(links: dict[int, Link], own: Mapping[int, Sequence[Sample]]) -> dict[int, Link]:

@@ -6,7 +6,7 @@ What is timed is what generated programs use: a transport of `splitc.runtime`.
     exchange                  a and b send to each other at once: is the link duplex?
     pairs                     pairs of ranks send at once, all in one direction: do they share a link?
     many_to_one, one_to_many  all others send to one rank, and the reverse
-    all_reduce, all_gather, reduce_scatter   over all ranks, over pairs, over a host
+    all_reduce, all_gather, reduce_scatter, all_to_all   over all ranks, over pairs, over a host
 
 Pairs do not send back: round trips at once fall into step, so that one pair sends while another receives, and a shared
 link looks like several.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from splitc.cost_models.calibration.overlap import computing
-from splitc.cost_models.calibration.rank_timer import AHEAD, LEAST, Progress, RankTimer, no_progress
+from splitc.cost_models.calibration.rank_timer import AHEAD, Progress, RankTimer, no_progress
 from splitc.cost_models.calibration.samples import (
     LIKE,
     LinkSamples,
@@ -43,7 +43,7 @@ SUMS = (4096, 1 << 18, 1 << 20, 1 << 22, 1 << 23)  # bytes of the whole tensor o
 ALWAYS = 1 << 18  # bytes up to which is measured whatever it takes
 MOST = 1 << 28  # bytes of the largest message between GPUs
 _SAID = {"message": "messages", "exchange": "both directions at once", "pairs": "pairs at once"}
-_SHARES = {"message": 0.24, "exchange": 0.05, "pairs": 0.1, "many": 0.08, "collectives": 0.35, "computing": 0.18}
+_SHARES = {"message": 0.2, "exchange": 0.05, "pairs": 0.1, "many": 0.06, "collectives": 0.43, "computing": 0.16}
 _WHOLE = 0.75  # of the time for collectives, for those of all ranks: large sums, as gradients are
 
 
@@ -79,8 +79,9 @@ def measure_links(
             samples += _timed(timer, kind, [(hub, *others)], LARGE, allowed["many"] / 2)
 
     groups = groups_of(world, per_host, samples)
-    for kind in COLLECTIVES:
-        left = allowed["collectives"] / len(COLLECTIVES)
+    until = timer.spent + allowed["collectives"]
+    for k, kind in enumerate(reversed(COLLECTIVES)):  # what the quick ones leave is for the slow ones
+        left = max(0.0, until - timer.spent) / (len(COLLECTIVES) - k)
         whole = left * (_WHOLE if len(groups) > 1 else 1)
         samples += _timed(timer, kind, groups[:1], SUMS, whole) + _timed(timer, kind, groups[1:], SUMS, left - whole)
     return LinkSamples(world, tuple(samples), computing(timer, allowed["computing"]), ranks_per_host)
@@ -171,6 +172,12 @@ def _operation(timer: RankTimer, kind: str, ranks: Ranks) -> Callable[[Tensor], 
             case "reduce_scatter":
                 pieces, output = pieces_of(tensor)
                 transport.reduce_scatter(output, pieces, ranks).wait()
+            case "all_to_all":
+                numel = max(1, tensor.numel() // n**2)
+                parts = zip(tensor[: n * numel].split(numel), timer.buffers(numel, n), ranks, strict=True)
+                others = [each for each in parts if each[2] != timer.rank]
+                sends, receives = [(a, peer) for a, _, peer in others], [(b, peer) for _, b, peer in others]
+                transport.exchange(sends, receives, ranks).wait()
 
     return run
 
@@ -195,8 +202,8 @@ def growing(
         nbytes = pending.pop(0)
         left = budget - (timer.spent - begin)
         if found and nbytes > ALWAYS:
-            expected = times * found[-1].seconds * nbytes / found[-1].nbytes
-            if (1 + LEAST) * expected > left:
+            expected = times * _expected(found, nbytes)
+            if 2 * expected > left:
                 break
         tensor = torch.ones(nbytes // 4, device=timer.device)
         seconds = timer.seconds(ranks, partial(run, tensor), left / (2 * (len(pending) + 1)))
@@ -204,3 +211,16 @@ def growing(
         if not pending and timer.ahead and seconds < AHEAD and 2 * nbytes <= MOST:
             pending.append(2 * nbytes)
     return found
+
+
+def _expected(found: Sequence[Sample], nbytes: float) -> float:
+    """Seconds that a larger size takes: by its bytes, where more than one is known along the line through the last two.
+
+    Twice as long as both is what a size takes at most that was only latency before.
+    """
+    *_, before, last = (None, *found)
+    by_bytes = last.seconds * nbytes / last.nbytes
+    if before is None:
+        return by_bytes
+    slope = max(0.0, (last.seconds - before.seconds) / (last.nbytes - before.nbytes))
+    return min(by_bytes, 2 * (last.seconds + slope * (nbytes - last.nbytes)))

@@ -28,7 +28,7 @@ class Sample:
 class Overlap:
     """Seconds of the same matrix products on a rank, alone and together with transfers.
 
-    nbytes: bytes that the rank sent and received while it computed, in messages of `message` bytes.
+    nbytes: bytes that the rank sent and received while it computed, in sums of `message` bytes.  messages: in how many.
     """
 
     rank: int
@@ -36,6 +36,7 @@ class Overlap:
     nbytes: float
     alone: float
     together: float
+    messages: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,21 @@ class LinkSamples:
 
 
 def times(samples: Iterable[Sample]) -> dict[Ranks, tuple[float, ...]]:
-    """Seconds of the smallest message of each pair and of the large ones, of those sizes that all pairs have."""
+    """Seconds of a small message of each pair and of the large ones, of those sizes that all pairs have.
+
+    Of small ones, which take equally long, the shortest: a pause of a processor is longer than they are.
+    """
     messages = [each for each in samples if each.kind == "message"]
     found: dict[Ranks, dict[float, float]] = {}
     for each in messages:
         found.setdefault(each.ranks, {})[each.nbytes] = each.seconds
     sizes = sorted(set.intersection(*(set(sizes) for sizes in found.values()))) if found else []
-    shown = [*sizes[:1], *([size for size in sizes if size >= LARGE] or sizes[-1:])]
-    return {pair: tuple(seconds[size] for size in shown) for pair, seconds in found.items()}
+    small, large = [s for s in sizes if s < LARGE] or sizes[:1], [s for s in sizes if s >= LARGE] or sizes[-1:]
+    return {
+        pair: (min(seconds[size] for size in small), *(seconds[size] for size in large))
+        for pair, seconds in found.items()
+        if sizes
+    }
 
 
 def between_hosts(samples: Iterable[Sample], per_host: int) -> dict[Ranks, float]:

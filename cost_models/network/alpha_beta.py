@@ -68,7 +68,7 @@ def all_gather(nbytes: float, n: int, link: Link) -> float:
 
 def all_to_all(nbytes: float, n: int, link: Link) -> float:
     """Send equal parts of `nbytes` from each of `n` ranks to every other: n - 1 rounds of nbytes / n^2."""
-    return (n - 1) * _exchange(nbytes / n**2, link)
+    return (n - 1) * _round("all_to_all", nbytes / n**2, link)
 
 
 def recursive_doubling_rounds(n: int) -> int:
@@ -98,6 +98,18 @@ def _round(collective: str, nbytes: float, link: Link) -> float:
 def _exchange(nbytes: float, link: Link) -> float:
     """A rank sends `nbytes` and receives as many at the same time."""
     return link.latency + (1 if link.duplex else 2) * nbytes / link.bandwidth
+
+
+def rounds(algorithm: str, n: int) -> int:
+    """The messages that a rank sends one after the other in a collective over `n` ranks."""
+    match algorithm:
+        case "all_reduce":
+            return 2 * (n - 1)
+        case "recursive_doubling":
+            return recursive_doubling_rounds(n)
+        case "server":
+            return 2
+    return n - 1
 
 
 ALGORITHMS: dict[str, Callable[[float, int, Link], float]] = {

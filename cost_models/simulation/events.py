@@ -19,6 +19,7 @@ from dataclasses import astuple, dataclass, field
 from itertools import pairwise
 
 from splitc.cost_models.simulation.cores import Cores
+from splitc.cost_models.simulation.noise import Noise
 from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer, Wait
 from splitc.runtime.transport.phases import Phases, Span
 
@@ -73,16 +74,22 @@ class Simulation:
 
     record: keep the span of every operation, for a trace.  cores: number of cores that all ranks share; None: one core
     for each rank.  laps: how often each program is run; a rank must have waited for all that it began when it ends.
+    noise: of each rank, if computations vary.
 
     Raises ValueError when a rank waits for a transfer that never begins.
     """
 
     def __init__(
-        self, programs: Sequence[Sequence[Operation]], record: bool = False, cores: float | None = None, laps: int = 1
+        self,
+        programs: Sequence[Sequence[Operation]],
+        record: bool = False,
+        cores: float | None = None,
+        laps: int = 1,
+        noise: Sequence[Noise] = (),
     ) -> None:
         self.ranks = [_Rank(program) for program in programs]
         self.spans: list[Span] = []
-        self._record, self._laps = record, laps
+        self._record, self._laps, self._noise = record, laps, noise
         self._cores = None if cores is None else Cores(cores)
         self._events: list[tuple[float, int, float, int, int, _Event]] = []  # (time, order, since, turn, number, what)
         self._number = self._ticks = 0
@@ -143,6 +150,8 @@ class Simulation:
                 state.sent += operation.nbytes
                 self._begin(operation.transfer, (now, since, turn), clock)
             elif isinstance(operation, Compute):
+                if self._noise:
+                    operation = Compute(operation.name, operation.seconds + self._noise[rank].of(operation.seconds))
                 if not self._runs_ahead:
                     state.next += 1
                     self._compute(rank, operation, now)

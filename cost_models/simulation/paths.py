@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from splitc.cost_models.network.alpha_beta import ALGORITHMS, point_to_point
+from splitc.cost_models.network.alpha_beta import ALGORITHMS, point_to_point, rounds
 from splitc.cost_models.simulation.operations import Transfer
 from splitc.ir.cluster import Cluster, Link
 from splitc.ir.wire_op import WireOp
@@ -30,12 +30,13 @@ class Paths:
         if op.kind != "collective":
             seconds = point_to_point(op.nbytes, link)
             lines = {self._line(ends[0], link, out=True), self._line(ends[1], link, out=False)}
-            processor = times * link.processor * op.nbytes
+            processor = times * (link.message_processor + link.processor * op.nbytes)
         else:
             seconds = ALGORITHMS[op.algorithm](op.nbytes, len(ends), link)
+            messages = rounds(op.algorithm, len(ends))
             ends = tuple([rank for rank in ends if rank in self._simulated])
             lines = {self._line(rank, link, out) for rank in ends for out in (True, False)}
-            processor = 2 * times * link.processor * op.sent
+            processor = 2 * times * (link.message_processor * messages + link.processor * op.sent)
         if op.nbytes <= link.latency * link.bandwidth:
             lines = set()  # a few packets, which pass between those of other transfers
         return Transfer(str(op.payload), ends, tuple(sorted(lines)), times * seconds, processor)

@@ -16,7 +16,7 @@ from splitc.ir.decode import Keys, Limit, at_least, more_than
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _PRODUCTS = ("matmul", "conv", "attention")  # with one efficiency of their FLOPs, and one (`_moved`) of their bytes
 _OF_MEMORY = ("memory", "math", "batch_norm", "pool", "max_pool", "random", *(f"{op}_moved" for op in _PRODUCTS))
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 EFFICIENCIES = tuple(f"{op}{end}" for end in ("", "_backward") for op in (*_PRODUCTS, *_OF_MEMORY))
 _FALLBACK = {  # the op class whose efficiency is used if a class has none
     **dict.fromkeys(_OF_MEMORY, "memory"),
@@ -45,6 +45,7 @@ class Device:
     "matmul_moved" and the like for the memory traffic of products; for a backward "conv_backward" and the like.
     launch: seconds to start one op.  conv_launch: additional seconds to start a convolution.
     overlap: fraction of the smaller of an op's arithmetic and memory time that is hidden behind the larger.
+    jitter: variance of the time of a computation for each second of it (s): one of t seconds takes t +- sqrt(jitter t).
     """
 
     name: _Name
@@ -55,6 +56,7 @@ class Device:
     launch: _NotNegative
     conv_launch: _NotNegative = 0.0
     overlap: Annotated[float, at_least(0, most=1)] = 1.0
+    jitter: _NotNegative = 0.0
 
     def efficiency_of(self, op: str, backward: bool = False) -> float:
         """Efficiency of an op class: its own, else that of its forward, else that of its fallback class."""
@@ -74,7 +76,8 @@ class Device:
 
     def slowed(self, factor: float) -> Device:
         """A device that takes `factor` times as long for everything."""
-        return replace(self.scaled(1 / factor), launch=self.launch * factor, conv_launch=self.conv_launch * factor)
+        launches = {name: getattr(self, name) * factor for name in ("launch", "conv_launch", "jitter")}
+        return replace(self.scaled(1 / factor), **launches)
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class Link:
     duplex: it sends and receives at full bandwidth at the same time.
     shared: all ranks of a host share this link; else each rank has its own.
     processor: seconds of compute time that each byte costs a rank that sends or receives it while it computes.
+    message_processor: seconds of compute time that each message costs both its ranks besides; a round of a collective
+    is one that is sent and one that is received.
     collectives: measured rates of `COLLECTIVES`; one that is missing is priced as messages on the link.
     """
 
@@ -104,6 +109,7 @@ class Link:
     duplex: bool = True
     shared: bool = False
     processor: _NotNegative = 0.0
+    message_processor: _NotNegative = 0.0
     collectives: Annotated[Mapping[str, Rate], Keys(COLLECTIVES, flat=True)] = field(default_factory=dict)
 
     def with_bandwidth(self, bandwidth: float) -> Link:
@@ -298,6 +304,7 @@ def _slowest(devices: list[Device]) -> Device:
         launch=max(each.launch for each in devices),
         conv_launch=max(each.conv_launch for each in devices),
         overlap=min(each.overlap for each in devices),
+        jitter=max(each.jitter for each in devices),
     )
 
 
@@ -319,5 +326,6 @@ def _slowest_of(links: list[Link]) -> Link:
         duplex=all(each.duplex for each in links),
         shared=any(each.shared for each in links),
         processor=max(each.processor for each in links),
+        message_processor=max(each.message_processor for each in links),
         collectives=rates,
     )

@@ -17,6 +17,7 @@ efficiency.memory = 0.75
 efficiency.conv_moved = 0.2   # part of the memory bandwidth that the bytes of convolutions reach
 conv_launch = 10e-6           # additional seconds for a convolution
 overlap = 1.0                 # part of an op's memory traffic that hides behind its arithmetic
+jitter = 0.0                  # seconds: variance of the time of a computation for each second of it
 
 [link]                        # of a rank to all others; with a local_link to those of other hosts
 bandwidth = 1.25e9            # bytes/s of one direction
@@ -24,6 +25,7 @@ latency = 30e-6               # seconds for one message
 duplex = true                 # both directions at once at full bandwidth
 shared = false                # one link for all ranks of a host
 processor = 0.0               # seconds of computing that a byte takes from the rank that sends or receives it
+message_processor = 0.0       # seconds of computing that a message takes from either rank besides
 all_reduce.bandwidth = 0.9e9  # what a collective of the backend reaches, where it was measured
 all_reduce.latency = 60e-6
 
@@ -71,11 +73,16 @@ def to_data(cluster: Cluster) -> dict[str, Any]:
     if cluster.unlike:
         data["unlike"] = [{**each, "ranks": list(each["ranks"])} for each in data["unlike"]]
     for table in (data, *data.get("unlike", ())):
-        table["device"] = _floats(table["device"])
+        table["device"] = _floats(_known(table["device"]))
         for key in {"link", "local_link"} & table.keys():
             collectives = table[key].pop("collectives")
-            table[key] = _floats(table[key] | collectives)
+            table[key] = _floats(_known(table[key]) | collectives)
     return data
+
+
+def _known(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table without what was not measured, as files from before have it."""
+    return {key: value for key, value in table.items() if value or key not in ("jitter", "message_processor")}
 
 
 def _floats(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,8 +60,9 @@ class Prediction:
     program_seconds: by the integer program, or a closed form, which proof and gap are of.  proof: "optimal", "gap" or
     "heuristic"; gap: how much faster another plan could be at most, as a fraction.
     layer_seconds: layer -> compute of its busiest rank in one step (s).  phases: of each rank's step, by simulation;
-    none where nothing was simulated.  priced: the best plan of every strategy that was priced to choose the plan; all:
-    prices every strategy.  reasons: layer -> why it was placed so.  advice: what would put idle ranks to work.
+    none where nothing was simulated.  p50, p90: what half and nine tenths of the steps take at most (s); 0 where
+    nothing varies.  priced: the best plan of every strategy that was priced to choose the plan; all: prices every
+    strategy.  reasons: layer -> why it was placed so.  advice: what would put idle ranks to work.
     tried: the plans that were run to choose this one.
     based_on: digest of the cluster before runs changed its numbers, by `factors`.  weights: of factors, as in
     `calibration/learning.py`.  basis: one of `BASES`.  ran: the measured step of this plan there (s); 0 if it did not.
@@ -84,6 +85,8 @@ class Prediction:
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     basis: str = ""
     ran: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
     all: Callable[[], tuple[Candidate, ...]] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -114,7 +117,7 @@ class Prediction:
         return cls(**{names[key]: value for key, value in values.items()}), problems
 
 
-_WHERE_KNOWN = ("tried", "based_on", "factors", "weights", "basis", "ran")
+_WHERE_KNOWN = ("tried", "p50", "p90", "based_on", "factors", "weights", "basis", "ran")
 KEYS = {"layer_seconds": "seconds", "phases": "predicted", "priced": "candidates"}
 """Fields that have another name in plan.json."""
 

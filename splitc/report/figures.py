@@ -41,6 +41,8 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "step_seconds": plan.step_seconds,
         "program_seconds": plan.prediction.program_seconds,
         "simulated_seconds": plan.prediction.simulated_seconds,
+        "p50_seconds": plan.prediction.p50 or plan.prediction.simulated_seconds,
+        "p90_seconds": plan.prediction.p90 or plan.prediction.simulated_seconds,
         "samples_per_second": plan.samples_per_second,
         "roles": {role: list(ranks) for role, ranks in plan.all_roles.items()},
         "layers": [figures.layer(layer) for layer in program.layers],

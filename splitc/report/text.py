@@ -106,6 +106,8 @@ def _price(plan: Plan) -> str:
     own = units.seconds(plan.prediction.program_seconds)
     own = f"; {own} by the planner's own price, which the proof is of" if plan.prediction.program_seconds else ""
     rate = f"{plan.samples_per_second:,.0f} samples/s"
+    p90 = plan.prediction.p90
+    own += f"; 9 of 10 steps take at most {units.seconds(p90)}" if p90 else ""
     told = plan.prediction
     basis = f", measured here: {units.seconds(told.ran)}" if told.ran else f", {told.basis}" * bool(told.basis)
     return f"takes {units.seconds(plan.step_seconds)}, {rate} (predicted by simulation{basis}{own})"

@@ -11,7 +11,7 @@ import pytest
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import CostError
 from splitc.ir.cluster import COLLECTIVES, DTYPES, EFFICIENCIES, Link, Rate, Unlike
-from splitc.ir.cluster_file import parse_cluster, to_toml
+from splitc.ir.cluster_file import digest, parse_cluster, to_toml
 from tests.support.random_clusters import random_cluster
 from tests.support.small_programs import small_cluster
 
@@ -200,7 +200,7 @@ SENSELESS = [
     ("^name = .*$(?=\nsource)", "", "name is missing; it must be a text"),
     ("^name = .*$(?=\nsource)", 'name = ""', "name is ''; it must be a text"),
     ("^source = .*$", "source = 3", "source is 3; it must be a text"),
-    (r"^\[link\]$", "[[link]]", "it must be a table of bandwidth, latency, duplex, shared, processor, all_reduce, "),
+    (r"^\[link\]$", "[[link]]", "it must be a table of bandwidth, latency, duplex, shared, processor, "),
 ]
 
 
@@ -253,3 +253,12 @@ def test_what_is_wrong_for_all_ranks_is_told_once() -> None:
 def test_a_text_that_is_no_toml_is_refused_with_its_line() -> None:
     with pytest.raises(CostError, match=r"mine\.toml is no TOML file.*line 1"):
         parse_cluster("no equals sign", "mine.toml")
+
+
+def test_what_varies_and_what_messages_cost_is_written_where_it_was_measured() -> None:
+    plain = parse_cluster(GOOD, "mine.toml")
+    text = to_toml(plain)
+    assert "jitter" not in text and "message_processor" not in text
+    link, device = replace(plain.link, message_processor=1e-3), replace(plain.device, jitter=2e-3)
+    varied = replace(plain, link=link, device=device)
+    assert parse_cluster(to_toml(varied), "mine.toml") == varied and digest(varied) != digest(plain)

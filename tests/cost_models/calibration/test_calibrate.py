@@ -24,7 +24,7 @@ import torch
 from splitc.cli import calibrating
 from splitc.cli.files import write_file
 from splitc.cost_models.calibration import calibrate as calibration
-from splitc.cost_models.calibration import links, rank_timer
+from splitc.cost_models.calibration import links, overlap, rank_timer
 from splitc.cost_models.calibration.assemble import RankLayout, alike, assemble, mean_device, rounded
 from splitc.cost_models.calibration.calibrate import Calibration, calibrate
 from splitc.cost_models.calibration.devices import DeviceFit, Residual
@@ -54,7 +54,12 @@ FAST = Link(
     2e-5,
     duplex=False,
     processor=4e-10,
-    collectives={"all_reduce": Rate(8e8, 5e-5), "all_gather": Rate(5e8, 9e-5), "reduce_scatter": Rate(1e9, 4e-5)},
+    collectives={
+        "all_reduce": Rate(8e8, 5e-5),
+        "all_gather": Rate(5e8, 9e-5),
+        "reduce_scatter": Rate(1e9, 4e-5),
+        "all_to_all": Rate(7e8, 3e-5),
+    },
 )
 DEVICE = Device("a core", {"float32": 1e11, "float64": 5e10}, 2e10, 16e9, {"matmul": 0.9, "memory": 1.0}, 3e-6)
 TWO = RankLayout(world=2, per_host=2, slots=2, gpus=False)
@@ -109,6 +114,7 @@ def shown(of: Callable[[int], Link], sample: Sample) -> float:
             "all_reduce": alpha_beta.ring_all_reduce,
             "all_gather": alpha_beta.all_gather,
             "reduce_scatter": alpha_beta.reduce_scatter,
+            "all_to_all": alpha_beta.all_to_all,
         }
         return formula[sample.kind](sample.nbytes, n, slowest)
     times = {"exchange": 1 if slowest.duplex else 2, "pairs": n // 2 if slowest.shared else 1}.get(sample.kind, 1)
@@ -298,6 +304,46 @@ def test_transfers_that_take_nothing_from_computing_are_no_gain() -> None:
     for together, processor in ((0.09, 0.0), (0.1, 0.0), (0.101, 5e-10), (9.0, 2 / FAST.bandwidth)):
         overlaps = tuple(Overlap(rank, 1 << 20, 2e6, 0.1, together) for rank in (0, 1))
         assert fit_links(LinkSamples(2, samples, overlaps)).links[0].processor == pytest.approx(processor, rel=1e-3)
+
+
+def test_what_a_message_takes_of_computing_is_told_from_what_its_bytes_take() -> None:
+    samples = tuple(Sample("message", (0, 1), n, alpha_beta.point_to_point(n, SLOW)) for n in links.MESSAGES)
+    large, small = (Overlap(0, size, 2.0 * size, 0.1, 0.1 + 2e-8 * size, 0.0) for size in (1 << 20, 1 << 16))
+    small = replace(small, together=small.together + 20 * 1e-3, messages=20.0)
+    link = fit_links(LinkSamples(2, samples, (large, small)), alike=True).links[0]
+    assert link.processor == pytest.approx(1e-8) and link.message_processor == pytest.approx(1e-3)
+
+
+def test_a_collective_of_which_only_small_sizes_are_known_is_no_faster_than_the_link() -> None:
+    """Both took about as long for their messages: a line through them had 18 MB/s on a link of 10."""
+    points = [(20, 7.4e3, 99.6e-3), (20, 477e3, 108.7e-3)]
+    assert fit_line(points)[1] > 2e7
+    latency, bandwidth = fit_line(points, most=1e7)
+    assert bandwidth == pytest.approx(1e7) and latency == pytest.approx(3.9e-3, rel=0.1)
+    assert fit_line([(1, 64, 1e-5), (1, 1e6, 0.05)], most=1e7)[1] == pytest.approx(2e7, rel=0.01)  # which was reached
+
+
+def test_one_slow_small_message_is_no_other_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    def truth(sample: Sample) -> float:
+        paused = sample.kind == "message" and 2 in sample.ranks and sample.nbytes == min(links.MESSAGES)
+        return shown(lambda rank: SLOW, sample) + (0.05 if paused else 0.0)
+
+    fit = fit_links(measured(monkeypatch, 4, truth))
+    assert all(found == fit.links[0] for found in fit.links)
+
+
+def test_the_spread_of_computing_is_the_variance_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(jitter: float) -> float:
+        drawn = random.Random(0)
+
+        def products(timer: RankTimer, times: int) -> float:
+            return times * 1e-4 + drawn.gauss(0.0, 1.0) * (jitter * times * 1e-4) ** 0.5
+
+        monkeypatch.setattr(overlap, "_products", products)
+        return run_ranks(1, lambda transport: overlap.measure_jitter(RankTimer(transport), 2.0))[0]
+
+    assert found(1e-3) == pytest.approx(1e-3, rel=0.5)
+    assert found(1e-6) == 0.0  # too steady to matter
 
 
 # -- timing ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 from splitc.cost_models.network.alpha_beta import many_to_one, point_to_point, ring_all_reduce
 from splitc.cost_models.simulation.batches import Batch
+from splitc.cost_models.simulation.noise import Noise
 from splitc.cost_models.simulation.operations import Begin, Compute, Wait
 from splitc.cost_models.simulation.prices import Prices
 from splitc.cost_models.simulation.step_operations import Step
@@ -180,3 +181,33 @@ def test_a_round_counts_updates_not_the_batches_that_are_accumulated_to_them() -
     slow = toy(1e3, latency=0.0)
     once, thrice = simulate(program, slow), simulate(program, slow, accumulate=3)
     assert once.phases[0].waiting == pytest.approx(3 * thrice.phases[0].waiting, rel=0.01)
+
+
+def test_where_computing_varies_more_ranks_that_meet_take_longer_and_no_draw_depends_on_chance() -> None:
+    varying = toy(1e12, 0.0, device=replace(DEVICE, jitter=1e-4))
+    assert simulate(planned(4, "data_parallel").program, toy()).p90 == 0.0
+    lost = []
+    for world in (2, 4, 8):
+        program = planned(world, "data_parallel").program
+        found, steady = simulate(program, varying), simulate(program, replace(varying, device=DEVICE))
+        assert found == simulate(program, varying)
+        assert found.p50 < found.p90
+        lost.append(found.step_seconds / steady.step_seconds)
+    assert 1 < lost[0] < lost[1] < lost[2]
+
+
+def test_noise_leaves_the_mean_however_a_computation_is_divided() -> None:
+    for pieces in (1, 7, 100):
+        noise = [Noise(1e-3, rank, sample) for rank in range(20) for sample in range(2)]
+        totals = [sum(each.of(1.0 / pieces) for _ in range(pieces)) for each in noise]
+        assert abs(sum(totals)) / len(totals) < 0.01
+        assert sum(total**2 for total in totals) / len(totals) == pytest.approx(1e-3, rel=0.6)
+
+
+def test_messages_cost_their_ranks_processor_time_however_small() -> None:
+    program = planned(4, "data_parallel").program
+    link = replace(toy().link, processor=1e-12)
+    usual, slower = (
+        simulate(program, toy(link=replace(link, message_processor=each))).step_seconds for each in (0.0, 0.01)
+    )
+    assert slower > usual + 0.01
