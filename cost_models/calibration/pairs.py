@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from splitc.cost_models.calibration.rank_timer import LEAST, RankTimer
 from splitc.runtime.transport.base import Transport
 
 _FIRST, _LARGEST = 1 << 16, 1 << 26  # bytes
-_TRIPS = 3  # of each size
 _SECONDS = 1.0  # of a pair, where there is time
 _IN_ROUNDS = 0.6  # of the budget
 
@@ -44,73 +44,53 @@ def rounds(world: int) -> Iterator[list[tuple[int, int]]]:
 
 def measure_pairs(transport: Transport, budget: float) -> list[Pair]:
     """Every pair; collective, and the same on every rank.  budget: seconds, about."""
-    turns = list(rounds(transport.world))
+    timer, turns = RankTimer(transport), list(rounds(transport.world))
     seconds = min(_SECONDS, _IN_ROUNDS * budget / max(1, len(turns)))
-    found = {each.ranks: each for turn in turns for each in _at_once(transport, turn, seconds)}
+    found = {each.ranks: each for turn in turns for each in _at_once(timer, turn, seconds)}
     left = int((budget - seconds * len(turns)) / seconds) if any(len(turn) > 1 for turn in turns) else 0
     for slow in sorted(found.values(), key=lambda each: each.bandwidth)[:left]:
-        (alone,) = _at_once(transport, [slow.ranks], seconds)
+        (alone,) = _at_once(timer, [slow.ranks], seconds)
         found[slow.ranks] = replace(alone, beside=slow.bandwidth)
     return [found[ranks] for ranks in sorted(found)]
 
 
-def _at_once(transport: Transport, pairs: Sequence[tuple[int, int]], seconds: float) -> list[Pair]:
-    own = next((pair for pair in pairs if transport.rank in pair), None)
-    if own is not None and own[1] == transport.rank:
-        _follow(transport, own[0])
-    shown = _lead(transport, own, seconds) if own is not None and own[0] == transport.rank else None
-    return [each for each in transport.all_gather_objects(shown) if each is not None]
+def _at_once(timer: RankTimer, pairs: Sequence[tuple[int, int]], seconds: float) -> list[Pair]:
+    """Disjoint pairs, all with messages of the same sizes: as large as the slowest has time for."""
+    begin, sizes = timer.spent, [8, _FIRST]
+    own: list[tuple[float, float]] = []  # the trips of this rank
+    shown: list[list[tuple[float, ...]]] = []  # for each size, of each rank the figures of a trip
+
+    def trip(tensor: Tensor) -> tuple[float, float]:
+        own.append(_trip(timer, pairs, tensor))
+        return own[-1]
+
+    for nbytes in sizes:
+        tensor = torch.zeros(nbytes // 8, dtype=torch.float64, device=timer.device)
+        shown.append(timer.figures(range(timer.world), partial(trip, tensor), seconds / 20))
+        expected = 4 * (1 + LEAST) * max(took for took, _ in shown[-1])
+        if nbytes == sizes[-1] < _LARGEST and timer.spent - begin + expected < seconds:
+            sizes.append(4 * nbytes)
+    quickest = timer.transport.all_gather_objects(min(own))  # a busy machine only slows others down
+    found = []
+    for pair in pairs:
+        quick, slow = (figures[pair[0]][0] for figures in shown[-2:])  # both with what a token bucket lets through
+        bandwidth = 2 * (sizes[-1] - sizes[-2]) / (slow - quick) if slow > quick else 2 * sizes[-1] / slow
+        took, ahead = quickest[pair[0]]
+        found.append(Pair(pair, bandwidth, took / 2, ahead))
+    return found
 
 
-def _lead(transport: Transport, ranks: tuple[int, int], seconds: float) -> Pair:
-    end = time.monotonic() + seconds
-
-    def trips(nbytes: int, times: int) -> list[tuple[float, float]]:
-        """Seconds there and back, and how much the other's clock is ahead of this one."""
-        _move(transport, torch.tensor([nbytes, times], device=transport.device), ranks[1], True)
-        tensor, found = _buffer(transport, nbytes), []
-        for _ in range(times):
-            told, begin = time.time(), time.perf_counter()
-            _move(transport, tensor, ranks[1], True)
-            _move(transport, tensor, ranks[1], False)
-            took = time.perf_counter() - begin
-            found.append((took, float(tensor[0]) - told - took / 2))
-        return found
-
-    trips(8, _TRIPS)
-    shortest, ahead = min(trips(8, 20))
-    nbytes, known = _FIRST, [(8, shortest)]
-    while True:
-        took = statistics.median(seconds for seconds, _ in trips(nbytes, _TRIPS))
-        known.append((nbytes, took))
-        if nbytes >= _LARGEST or time.monotonic() + 4 * _TRIPS * took > end:
-            break
-        nbytes *= 4
-    trips(8, 0)
-    (small, quick), (large, slow) = known[-2:]  # what a token bucket lets through at once is in both
-    bandwidth = 2 * (large - small) / (slow - quick) if slow > quick else 2 * large / slow
-    return Pair(ranks, bandwidth, shortest / 2, ahead)
-
-
-def _follow(transport: Transport, peer: int) -> None:
-    order = torch.zeros(2, dtype=torch.int64, device=transport.device)
-    while True:
-        _move(transport, order, peer, False)
-        nbytes, times = order.tolist()
-        if not times:
-            return
-        tensor = _buffer(transport, nbytes)
-        for _ in range(times):
-            _move(transport, tensor, peer, False)
-            tensor[0] = time.time()
-            _move(transport, tensor, peer, True)
-
-
-def _buffer(transport: Transport, nbytes: int) -> Tensor:
-    return torch.zeros(nbytes // 8, dtype=torch.float64, device=transport.device)
-
-
-def _move(transport: Transport, tensor: Tensor, peer: int, sends: bool) -> None:
-    (transport.isend if sends else transport.irecv)(tensor, peer).wait()
-    if transport.device.type == "cuda":
-        torch.cuda.synchronize(transport.device)
+def _trip(timer: RankTimer, pairs: Sequence[tuple[int, int]], tensor: Tensor) -> tuple[float, float]:
+    """Seconds there and back, and how much the other's clock is ahead: of the first rank of each pair."""
+    peer = next((a + b - timer.rank for a, b in pairs if timer.rank in (a, b)), timer.rank)
+    told, begin = time.time(), time.perf_counter()
+    if peer > timer.rank:
+        timer.transport.isend(tensor, peer).wait()
+        timer.transport.irecv(tensor, peer).wait()
+    elif peer < timer.rank:
+        timer.transport.irecv(tensor, peer).wait()
+        tensor[0] = time.time()
+        timer.transport.isend(tensor, peer).wait()
+    timer.settle()
+    took = time.perf_counter() - begin
+    return took, float(tensor[0]) - told - took / 2

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _SLOWER, _FASTER, _SHARING = 0.8, 1.5, 1.3  # factors of a bandwidth from which it is another one
 _LATE = 5e-4  # seconds of latency, beyond three times what is expected
 _CLOCK, _ROOM = 0.5, 1e9  # seconds that clocks may differ by; bytes of memory and disk that are too few
-_SHOWN = 28  # pairs
 _LAUNCH = '''"""Started by `splitc doctor --hosts`."""
 import sys
 from pathlib import Path
@@ -47,7 +46,6 @@ def doctor(args: argparse.Namespace) -> int:
     if args.hosts and args.ranks:
         raise LaunchError("--ranks starts processes on this machine, --hosts a:2,b on others; give one of them")
     options = ["--budget", str(args.budget), *["--json"] * args.json]
-    options += ["--backend", args.backend] if args.backend else []
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from splitc.runtime.launch.failures import guarded
 
@@ -81,7 +79,7 @@ def _as_rank(args: argparse.Namespace) -> int:
     from splitc.cost_models.clusters.named import load_cluster
     from splitc.runtime.transport.distributed import init
 
-    transport = init(backend=args.backend)
+    transport = init()
     hosts = transport.all_gather_objects(facts(transport))
     pairs = measure_pairs(transport, args.budget)
     code = 0
@@ -176,21 +174,19 @@ def _names(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def report(hosts: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], found: Sequence[str]) -> Iterator[str]:
-    """The hosts, the slowest pairs, which of them share a line, and what is wrong."""
+    """The hosts, the pairs, the slowest first, which of them share a line, and what is wrong."""
     names = _names(hosts)
     for name, each in zip(names, hosts, strict=True):
         gpus = ", ".join(each["gpus"]) or "no GPU"
         yield f"{name}: {each['backend']} on {each['interface']}; Python {each['python']}, torch {each['torch']}"
         yield f"  {gpus}; free: {units.nbytes(each['memory'])} of memory, {units.nbytes(each['disk'])} of disk"
-    for pair in sorted(pairs, key=lambda each: each.bandwidth)[:_SHOWN]:
+    for pair in sorted(pairs, key=lambda each: each.bandwidth):
         a, b = pair.ranks
         clock = f", clock {1e3 * pair.ahead:+.1f} ms" if a == 0 else ""
         shared = pair.beside is not None and pair.bandwidth > _SHARING * pair.beside
         note = f" ({units.bandwidth(pair.beside or 0)} beside other pairs: they share a line)" if shared else ""
         shown = f"{units.bandwidth(pair.bandwidth)}{note}, {units.seconds(pair.latency)}{clock}"
         yield f"{names[a]} <-> {names[b]}: {shown}"
-    if len(pairs) > _SHOWN:
-        yield f"and {len(pairs) - _SHOWN} pairs that are faster"
     yield ""
     yield from (f"wrong: {line}" for line in found)
     if not found:

@@ -166,7 +166,6 @@ def _doctor(add: Add) -> None:
     add("--ranks", type=positive, metavar="N", help="processes to start on this machine (default 2)")
     add("--cluster", metavar="NAME", help="compare with this cluster: a known name or a .toml file")
     add("--budget", type=seconds, default=12.0, metavar="SECONDS", help="how long to measure, about (default 12)")
-    add("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
     add("--json", action="store_true", help="print all figures and problems as JSON (schema 1)")
 
 
