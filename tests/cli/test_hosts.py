@@ -182,3 +182,21 @@ def test_finalists_are_run_on_hosts_and_what_they_reached_comes_back(hosts: Path
     assert sum(each.measured > 0 for each in tried) > 1
     assert "measured here" in done.stdout
     assert of_copies(hosts) == []
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_doctor_examines_hosts_and_compares_them_with_a_cluster_by_name(hosts: Path) -> None:
+    options = ["doctor", "--hosts", ",".join(ADDRESSES), "--budget", "2", "--cluster", "h100-400gbe"]
+    done = subprocess.run(
+        [sys.executable, "-m", "splitc.cli", *options],
+        cwd=ROOT,
+        env=environment(HOME=str(hosts), PATH=f"{hosts}{os.pathsep}{os.environ['PATH']}"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert re.search(r"^\S+ \(node 1\): gloo on eth0; Python 3", done.stdout, re.MULTILINE)
+    assert re.search(r"^wrong: \S+ \(node 0\) <-> .*; the cluster file says 400 Gbit/s$", done.stdout, re.MULTILINE)
