@@ -34,7 +34,7 @@ def note(plan: Mapping[str, Any], seconds: float, name: str = "") -> None:
     told = plan.get("predicted") or ()
     if os.environ.get("SPLITC_CACHE") == "off" or not told or not plan.get("based_on"):
         return
-    line = {key: plan.get(key) for key in ("strategy", "world", "based_on", "factors", "weights")}
+    line = {key: plan[key] for key in ("strategy", "world", "based_on", "factors", "weights") if key in plan}
     line |= {"plan": plan.get("hash", ""), "name": name, "steps": [seconds]}
     line["predicted"] = max(phases["step"] for phases in told)
     path = journal(cache_folder(), plan["based_on"])
