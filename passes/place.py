@@ -33,7 +33,7 @@ from splitc.passes.planner.divisions import FEW
 from splitc.passes.planner.layer_seconds import layer_seconds
 from splitc.passes.planner.order import AT_ONCE
 from splitc.passes.planner.pins import resolve_pins
-from splitc.passes.planner.priced_plan import PricedPlan, fastest, simulated
+from splitc.passes.planner.priced_plan import PricedPlan, expected, fastest, simulated
 from splitc.passes.planner.propose import propose
 from splitc.passes.planner.reasons import explain
 from splitc.passes.planner.registry import STRATEGIES
@@ -189,7 +189,7 @@ class Place(Pass[Program, PlacedProgram]):
         if not (best or few):
             _, priced = _compared(request, proposed, math.inf)
         order = {name: k for k, name in enumerate(names)}
-        return sorted(priced, key=lambda few: order[few[0].strategy])
+        return sorted(expected(request, priced), key=lambda few: order[few[0].strategy])
 
     def _proposed(self, request: Request, name: str) -> list[PricedPlan]:
         """The best few plans of a strategy, before they are simulated."""

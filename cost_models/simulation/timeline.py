@@ -21,13 +21,13 @@ from splitc.cost_models.simulation.noise import Noise
 from splitc.cost_models.simulation.prices import Prices
 from splitc.cost_models.simulation.programs import Programs
 from splitc.ir.cluster import Cluster
-from splitc.ir.program import LoweredProgram, PlacedProgram
+from splitc.ir.program import LoweredProgram
 from splitc.runtime.transport.phases import Phases, Span
 
 SAMPLES = 8
 """Simulations of a step whose computing varies."""
 
-_LARGE = 10_000  # ranks times layers, above which they would take too long
+_LARGE = 1_000  # ranks times layers, above which they would take too long
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,23 @@ class Timeline:
 
 
 def simulate(
-    program: LoweredProgram, cluster: Cluster, steps: int = 3, record: bool = False, accumulate: int | None = None
+    program: LoweredProgram,
+    cluster: Cluster,
+    steps: int = 3,
+    record: bool = False,
+    accumulate: int | None = None,
+    samples: int = SAMPLES,
 ) -> Timeline:
     """Simulate `steps` steps of a lowered program, or as many rounds.
 
     `step_seconds` is the mean of all but the first, if any.  Updates of a round with nothing between them are one
     step that takes as many times as long.
 
-    record: keep the span of every operation.  accumulate: batches to an update, which exchange their gradients once;
-    None: as planned; a step is one batch, and the phases are the mean of those of an update.
+    record: keep the span of every operation.  samples: simulations where computing varies; 0: one, without that.
+    accumulate: batches to an update, which exchange their gradients once; None: as planned; a step is one batch, and
+    the phases are the mean of those of an update.
     """
-    samples = 0 if record or not varies(cluster, program) else SAMPLES
+    samples = 0 if record or not varies(cluster, program.plan.world, len(program.layers)) else samples
     cores = cluster.cores if cluster.ranks_share_device else None
     links = cluster.link, cluster.local_link, *(each.link for each in cluster.unlike)
     costs_processor = any(link.processor or link.message_processor for link in links if link is not None)
@@ -83,10 +89,10 @@ def simulate(
     return _expected(several, sorted(took)) if len(took) > steps else several[0]
 
 
-def varies(cluster: Cluster, program: PlacedProgram) -> bool:
-    """Whether the steps of a program's plans are simulated several times."""
+def varies(cluster: Cluster, world: int, layers: int) -> bool:
+    """Whether steps of a program with so many layers vary, in a world where they can be simulated several times."""
     jitter = cluster.device.jitter or any(each.device.jitter for each in cluster.unlike)
-    return bool(jitter) and program.plan.world * len(program.layers) <= _LARGE
+    return bool(jitter) and world * layers <= _LARGE
 
 
 def _expected(several: Sequence[Timeline], took: Sequence[float]) -> Timeline:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from splitc import units
 from splitc.cost_models.simulation.alike import num_transfers
-from splitc.cost_models.simulation.timeline import simulate
+from splitc.cost_models.simulation.timeline import SAMPLES, simulate, varies
 from splitc.errors import PlacementError
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate
@@ -105,26 +106,44 @@ def priced_plan(request: Request, plan: Plan, problems: Sequence[str], seconds: 
     )
 
 
-def simulated(request: Request, priced: PricedPlan, most: float = math.inf) -> PricedPlan:
+def simulated(request: Request, priced: PricedPlan, most: float = math.inf, samples: int = 0) -> PricedPlan:
     """The plan with its simulated price; infeasible where it cannot be written or has over `most` transfers.
 
-    A plan that is too large for that keeps the price of its closed form.
+    A plan that is too large for that keeps the price of its closed form.  samples: where steps vary.
     """
     if priced.plan is None or not priced.feasible or priced.closed:
         return priced
     try:
         plan = replace(with_whole_batch(request.program, priced.plan), accumulate=request.accumulate)
-        decision = replace(plan, strategy="").hash
+        decision = replace(plan, strategy="").hash, samples
         if decision not in request.simulated:
             program = lower_unchecked(request.program.placed(plan))
             if most < math.inf and (number := num_transfers(program, request.cluster)) > most:
                 raise PlacementError(f"its step has {number:,} transfers, too many to be simulated beside faster plans")
-            found = simulate(program, request.cluster)
+            found = simulate(program, request.cluster, samples=samples)
             request.simulated[decision] = found.step_seconds, found.p90
         seconds, p90 = request.simulated[decision]
     except PlacementError as error:
         return replace(priced, infeasible_because=str(error), bound=0.0)
     return replace(priced, plan=plan, seconds=seconds, p90=p90)
+
+
+def expected(request: Request, several: Sequence[Sequence[PricedPlan]]) -> list[list[PricedPlan]]:
+    """The plans with the expectation of their step, where steps vary and they may be taken.
+
+    Waiting makes no step shorter: plans are simulated anew, the best first, until none is near that was not.
+    """
+    found = [list(few) for few in several]
+    varying = varies(request.cluster, request.world, len(request.program.layers))
+    while varying and time.monotonic() < request.deadline:
+        near = (1 - EQUAL) * max((each.promise for few in found for each in few if each.exact), default=0.0)
+        left = [(few, k) for few in found for k, each in enumerate(few) if not (each.p90 or each.closed)]
+        left = [(few, k) for few, k in left if 0 < few[k].promise >= near]
+        if not left:
+            break
+        few, k = max(left, key=lambda one: one[0][one[1]].promise)
+        few[k] = simulated(request, few[k], samples=SAMPLES)
+    return found
 
 
 def fastest(priced: Sequence[PricedPlan]) -> PricedPlan:

@@ -36,8 +36,8 @@ class Request:
     the device's.  optimizer_copies: copies of the parameters in the optimizer's state.  time_limit: of the search (s).
     all_reduce: its algorithm, "backend" or "recursive_doubling".  order: that is asked for.
     accumulate: batches to an update.
-    options: what all a role depends on -> layer -> the ways to run it there.  simulated: a plan's hash -> its step, and
-    what nine of ten take at most (s).
+    options: what all a role depends on -> layer -> the ways to run it there.  simulated: a plan's hash and
+    how many samples -> its step, and what nine of ten take at most (s).
     """
 
     program: Program
@@ -52,7 +52,7 @@ class Request:
     order: Order = AT_ONCE
     accumulate: int = 1
     options: dict[object, dict[str, tuple[Option, ...]]] = field(default_factory=dict, init=False, compare=False)
-    simulated: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, compare=False)
+    simulated: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict, init=False, compare=False)
     _times: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict, init=False, compare=False)
     _devices: dict[tuple[int, int], Device] = field(default_factory=dict, init=False, compare=False)
 

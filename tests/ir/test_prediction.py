@@ -19,6 +19,8 @@ PREDICTION = Prediction(
     layer_seconds={"fc6": 0.1},
     phases=(Phases(0, 0.4, 0.3, 0.1, 0.2, 64.0), Phases(1, 0.6, 0.3, 0.3, 0.2, 64.0)),
     priced_on="c0ffee",
+    p50=0.49,
+    p90=0.55,
 )
 
 
@@ -28,7 +30,8 @@ def test_a_prediction_reads_back_from_json() -> None:
 
 def test_the_file_keeps_its_keys_and_ignores_others() -> None:
     data = PREDICTION.to_dict()
-    assert [key for key in PREDICTION_KEYS if key != "tried"] == [*data] and {"seconds", "predicted"} <= data.keys()
+    assert [key for key in PREDICTION_KEYS if key in data] == [*data] and {"seconds", "predicted"} <= data.keys()
+    assert not {"tried", "p50", "p90"} & replace(PREDICTION, p50=0.0, p90=0.0).to_dict().keys()  # nothing varies
     tried = replace(PREDICTION, tried=(Tried("mixed 4", "c0ffee", 64, 0.5, 0.6, 0.01, 3),))
     assert Prediction.from_dict(json.loads(json.dumps(tried.to_dict()))) == (tried, [])
     assert Prediction.from_dict({**data, "of_a_later_version": 1}) == (PREDICTION, [])

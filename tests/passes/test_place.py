@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from splitc.cost_models.simulation.timeline import SAMPLES
 from splitc.errors import PlacementError
 from splitc.ir.costs import CostLine
 from splitc.ir.plan import Plan
@@ -342,3 +343,23 @@ def test_a_plan_of_too_many_transfers_is_simulated_only_where_no_other_is_known(
     plan = place(separable(), 30, Auto())
     assert {0, float("inf")} <= set(limits)
     assert plan.samples_per_second == pytest.approx(free.samples_per_second)
+
+
+def test_of_plans_that_are_near_the_one_whose_slow_steps_are_the_fastest_is_taken() -> None:
+    plan = Plan("a", 2, {"all": (0, 1)}, {}, {"all": (0, 2, 4)})
+    steady = [PricedPlan("a", plan, 1.0), PricedPlan("b", plan, 1.03), PricedPlan("c", plan, 1.2)]
+    assert priced_plan.fastest(steady).strategy == "a"
+    varying = [replace(each, p90=p90) for each, p90 in zip(steady, (1.3, 1.1, 1.0), strict=True)]
+    assert priced_plan.fastest(varying).strategy == "b"
+
+
+@pytest.mark.slow
+def test_where_computing_varies_a_plan_is_chosen_by_the_expected_wait() -> None:
+    usual_cluster = small_cluster(1e6)
+    varying = replace(usual_cluster, device=replace(usual_cluster.device, jitter=1e-3))
+    steady, found = (place(separable(), 4, Auto(), each) for each in (usual_cluster, varying))
+    assert found.step_seconds > 0 and found == place(separable(), 4, Auto(), varying)
+    assert found.samples_per_second < steady.samples_per_second
+    request = Request(separable(), varying, 4)
+    sampled = priced_plan.simulated(request, PricedPlan(found.strategy, found), samples=SAMPLES)
+    assert sampled.seconds == found.step_seconds and sampled.p90 > 0
