@@ -101,10 +101,12 @@ def _model() -> nn.Module:
 def _trained(transport: Transport, **options: object) -> tuple[list[float], dict[str, torch.Tensor] | None, str]:
     """Losses and the state after two steps of the worker that tuning gives, or the plan, and its plan."""
     generator = torch.Generator().manual_seed(3)
-    model, x, y = _model(), torch.randn(6, 8, generator=generator), torch.randint(0, 64, (6,), generator=generator)
+    x, y = torch.randn(6, 8, generator=generator), torch.randint(0, 64, (6,), generator=generator)
     with COMPILING:
+        model = _model()
         program = splitc.compile(model, 3, (x,), y, F.cross_entropy, 6, CLUSTER, **options)  # type: ignore[arg-type]
-    assert isinstance(program, splitc.CompiledProgram)
+        assert isinstance(program, splitc.CompiledProgram)
+        program.validated()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     make = partial(Worker, keys=first_names(model.state_dict()), optimizer=partial(torch.optim.SGD, lr=0.1))
     worker = program.worker_on(transport, make)

@@ -163,7 +163,7 @@ def test_trainings_of_a_build_are_read_from_the_cache_folder(tmp_path: Path, mon
 def test_a_factor_of_every_kind_makes_what_it_names_slower_and_one_below_1_keeps_efficiencies_valid() -> None:
     cluster = replace(slow_network(), local_link=toy(1e9).link, ranks_per_host=2)
     changing = [factor for factor in FACTORS if slowed(cluster, {factor: 1.5}) != cluster]
-    assert [factor for factor in FACTORS if factor not in changing] == ["all_gather", "reduce_scatter"]
+    assert [factor for factor in FACTORS if factor not in changing] == ["all_gather", "reduce_scatter", "all_to_all"]
     fast = slowed(cluster, dict.fromkeys(FACTORS, 0.25))
     assert max(fast.device.efficiency.values()) <= 1
     program = planned(2, "data_parallel").program
