@@ -70,7 +70,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-LONG = ("README.md", "clusters.md", "commands.md", "papers.md", "tutorial.md")
+LONG = ("README.md", "clusters.md", "commands.md", "papers.md", "strategies.md", "tutorial.md")
 """Pages whose commands train on real ranks, measure this machine or compile large models."""
 
 

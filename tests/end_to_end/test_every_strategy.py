@@ -17,7 +17,7 @@ from tests.support.compiled import compiled
 from tests.support.every_strategy import Asked, everywhere, group_size, planned
 from tests.support.models import CASES
 from tests.support.norm_kernels import kernels_on_the_cpu
-from tests.support.sampling import along, in_pairs
+from tests.support.sampling import along, in_pairs, sampled
 
 
 def assert_exact(result: Verification, dtype: torch.dtype = torch.float64) -> None:
@@ -93,7 +93,7 @@ NORMED: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("world", "strategy", "pins"), NORMED)
+@sampled(("world", "strategy", "pins"), NORMED, NORMED[:2])
 def test_synchronised_norms_are_those_of_one_process_over_the_whole_batch(
     world: int, strategy: str, pins: dict[str, Any]
 ) -> None:

@@ -45,16 +45,15 @@ def moved(group: Group, x: Tensor, source: State, target: State, extents: Extent
 # every row of the table
 
 
-@in_one
-@EVERY
+@pytest.mark.parametrize("sizes", [(2, 3), pytest.param((4, 6), marks=pytest.mark.slow)])
 def test_value_and_gradient_are_those_of_one_process_by_the_adjoint_and_the_bytes_of_the_table(
-    transition: Transition,
+    sizes: tuple[int, ...],
 ) -> None:
     """One process: loss = sum(value * gradient).  What a rank holds of both follows from their states.
 
     <A x, y> = <x, A* y>: summed over ranks, but once for a value that is alike on all, whose gradient is too.
     """
-    for size in (2, 3, 4, 6):
+    for size, transition in product(sizes, TRANSITIONS):
         seen = on_ranks(size, partial(moved_there_and_back, transition=transition, size=size))
         for each in zip(*seen, strict=True):
             gradients, expected, products = zip(*each, strict=True)
