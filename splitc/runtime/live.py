@@ -2,8 +2,8 @@
 
 Every rank times its steps and what it waits for, and posts the medians of a few steps in the store of the process
 group.  Rank 0 reads what is there: no rank waits for another one, and nothing is sent among them.  It prints a line
-once, then when steps change by more than their noise, and looks for the cause of a drift of 25 %: ranks that compute
-for longer than they did, or else transfers that take longer.
+once, then when steps change by more than their noise, and looks for the cause of a drift of 25 %, of the step or of
+what ranks wait in it: ranks that compute for longer than they did, or else transfers that take longer.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Live:
         else:
             self._shown, self._changes, was = now, False, self._was
             self._say(f"step {_ms(now)}{self._beside_prediction(posted)}")
-            if not was or abs(now / was[0].step - 1) >= DRIFT:
+            if not was or abs(now / was[0].step - 1) >= DRIFT or waits_drift(was, posted):
                 self._was = posted
             if was and self._was is posted:
                 cause = cause_of(was, posted)
@@ -174,6 +174,12 @@ class Live:
             self._say(advice)
 
 
+def waits_drift(was: Sequence[Posted], now: Sequence[Posted]) -> bool:
+    """Whether ranks wait so much longer or less that it shows in the step, although computing hides most of it."""
+    before, after = (sum(each.step - each.compute for each in of) for of in (was, now))
+    return abs(after - before) >= max(DRIFT * before, 2 * CHANGE * sum(each.step for each in was))
+
+
 def cause_of(was: Sequence[Posted], now: Sequence[Posted]) -> Cause:
     """What takes longer than it did, or where nothing does, less long.
 
@@ -187,7 +193,8 @@ def cause_of(was: Sequence[Posted], now: Sequence[Posted]) -> Cause:
         return Cause(changed)
     took = [{key: min(each.by[key] for each in of if key in each.by) for key in _keys(of)} for of in (was, now)]
     both = {key: took[1][key] / took[0][key] for key in took[0].keys() & took[1].keys() if took[0][key] > 1e-4}
-    slow = {key: ratio for key, ratio in both.items() if (ratio > _SLOWER if grown else ratio < 1 / _SLOWER)}
+    least = 1 + CHANGE if waits_drift(was, now) else _SLOWER  # from issue to end they are partly hidden
+    slow = {key: ratio for key, ratio in both.items() if (ratio > least if grown else ratio < 1 / least)}
     if not slow:
         return Cause()
     weight = {key: took[1][key] for key in slow}

@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from splitc.capture.capture import capture
+from splitc.capture.example.example import Example
 from splitc.capture.trace.proxy import is_proxy
+from splitc.capture.validate.reference_copy import Precision, ReferenceCopy
+from splitc.capture.validate.validate import validate_capture
 from tests.support.capturing import captured, refusal, validated
-from tests.support.compiled import analyse
 from tests.support.models import BATCH, CASES, CLASSES, Made, labels, made, vectors
 from tests.support.sampling import in_tiers
 
@@ -335,6 +338,11 @@ class _Convolved(TorchDispatchMode):
 def test_convolutions_unfold_one_example_at_a_time_in_float64() -> None:
     """Else a three-dimensional model takes several times the memory of its training."""
     model = nn.Sequential(nn.Conv3d(1, 3, 3), nn.ReLU(), nn.Conv3d(3, 2, 3), nn.Flatten(), nn.Linear(16, 4))
+    example = Example.bind(model, torch.randn(2, 1, 6, 6, 6), torch.randint(4, (2,)), F.cross_entropy)
+    reference = ReferenceCopy(capture(model, example), model, example, Precision.WIDE)
     with _Convolved() as seen:
-        analyse(model, (torch.randn(2, 1, 6, 6, 6),), torch.randint(4, (2,)), F.cross_entropy)
+        reference.loss(reference.values(example.tensors)).backward()
     assert seen.examples == {1}
+    with _Convolved() as seen:
+        validate_capture(capture(model, example), model, example)
+    assert not seen.examples, "layers that map each example by itself run in float32, wherever parts are compared"

@@ -88,6 +88,13 @@ def test_a_network_at_half_is_reported_within_30_steps_with_the_plan_that_would_
     assert len(causes) == 1, "it is said once"
 
 
+def test_a_network_that_computing_hides_for_the_most_part_is_reported_too(ranks: Ranks) -> None:
+    """A step of 340 ms takes 400; what ranks wait in it grows from 100 to 160 ms."""
+    ranks.train(33, compute=(0.24, 0.24), transfer=0.1)
+    ranks.train(30, compute=(0.24, 0.24), transfer=0.16)
+    assert [step <= 33 + 30 for step, line in ranks.said if "400 ms, 340 ms before: transfers among ranks 0 1" in line]
+
+
 def test_a_rank_that_computes_slower_is_named(ranks: Ranks) -> None:
     ranks.live[0].expected = Expected(0.1, (0.05, 0.05))
     ranks.train(30)
