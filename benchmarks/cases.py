@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.figures import Cell
 from splitc.cli.model_file import load_model
-from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.compiled import CompiledProgram
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster
 from splitc.ir.placements import Placement
@@ -19,6 +19,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program
 from splitc.passes.analysis import analyse
 from splitc.passes.planner.strategy import parse_strategy
+from splitc.specialise import Settings, specialise
 
 _HERE = Path(__file__).resolve().parent / "models"
 MODELS = {

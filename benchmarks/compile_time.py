@@ -34,9 +34,9 @@ from examples.resnet import resnet18
 from examples.transformer import next_token_loss, transformer
 from examples.vgg16 import vgg16
 from splitc.capture.example.example import Example
-from splitc.compiled import Settings, specialise
 from splitc.passes.analysis import analyse
 from splitc.passes.planner.strategy import parse_strategy
+from splitc.specialise import Settings, specialise
 
 CLUSTER, WORLD, BATCH = "v100-10gbe", 4, 8
 OF_ONE_COMPILE = (

@@ -24,7 +24,8 @@ from benchmarks.layout import parse_rate
 from benchmarks.session import ROOT, Session
 from benchmarks.session_rank import sgd
 from benchmarks.testbed import NetworkTestbed
-from splitc.compiled import CompiledProgram, Settings, compile_example
+from splitc.compiled import CompiledProgram, compile_example
+from splitc.specialise import Settings
 
 WITHIN = 30  # steps, in which it has to be said
 

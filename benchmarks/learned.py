@@ -21,13 +21,14 @@ from benchmarks.cases import Case
 from benchmarks.layout import parse_rate
 from benchmarks.session import Session
 from benchmarks.testbed import NetworkTestbed
-from splitc.compiled import CompiledProgram, Settings, compile_example
+from splitc.compiled import CompiledProgram, compile_example
 from splitc.cost_models.calibration.record import Seen, remember
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster
 from splitc.runtime.transport.phases import Phases, Span
+from splitc.specialise import Settings
 
 STRATEGIES = ("data_parallel", "layer_separation", "late_multiply", "modulo_shard")
 

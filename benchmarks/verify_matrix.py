@@ -26,11 +26,12 @@ from tabulate import tabulate
 from torch import nn
 
 from splitc.capture.example.example import Example
-from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.program import Program
 from splitc.passes.analysis import analyse
 from splitc.passes.planner.strategy import parse_strategy
+from splitc.specialise import Settings, specialise
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORLDS = (2, 3, 4, 6, 8)

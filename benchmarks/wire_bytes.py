@@ -32,10 +32,11 @@ from benchmarks.lockstep import Lockstep
 from benchmarks.testbed import NetworkTestbed
 from splitc.cli.model_file import load_model
 from splitc.cli.options import positive
-from splitc.compiled import CompiledProgram, Settings, compile_example
+from splitc.compiled import CompiledProgram, compile_example
 from splitc.errors import SplitcError
 from splitc.ir.wire import wire
 from splitc.passes.planner.strategy import parse_strategy
+from splitc.specialise import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "benchmarks/models/alexnet_quarter.py"

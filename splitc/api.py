@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from splitc.capture.example.division import Batch
 from splitc.capture.example.example import Example, Inputs, Loss
 from splitc.capture.regions.regions import importable
-from splitc.compiled import CompiledProgram, Settings, compile_example
+from splitc.compiled import CompiledProgram, compile_example
 from splitc.deferred import DeferredProgram
 from splitc.errors import PlacementError
 from splitc.ir.autocast import require_autocast
@@ -23,6 +24,7 @@ from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.passes.planner.strategy import Strategy, in_microbatches, parse_strategy
 from splitc.runtime.transport.meeting import refusals_told
+from splitc.specialise import Settings
 
 
 def compile(
@@ -52,8 +54,7 @@ def compile(
     model: a module, or a function or class that returns one without arguments.
     example: one data-parallel rank's batch: a tensor, a tuple, or a dict of keyword arguments; dim 0 is the batch,
     or where that cannot be, another one that agrees in size (sequences time first).
-    Arguments may be nested: dicts, lists, dataclasses and objects of tensors, with plain values among them.
-    None: the program compiles on the first batch of its worker.
+    Arguments may be nested.  None: the program compiles on the first batch of its worker.
     target: a tensor with a row for each example, or a tuple of them; None for a loss of the output alone.
     loss: a function of (output, target) or a module, or a list of them, which are summed; None: the model returns the
     loss, or something that holds it.
@@ -64,9 +65,9 @@ def compile(
     microbatches: parts of each reader's batch that go through the ranks one after another, so that ranks compute while
     values travel; "auto": as the strategy says, else 1.
     autocast: torch.bfloat16 or torch.float16 runs every forward under torch.autocast; parameters stay in float32.
+    costs: "counted" are the only ones.
     batch: how other tensors are divided: {"edge_index": None}, which every rank has whole, {"tokens": 1}, the dim of
     its examples; or a function of (batch, a, b) that returns examples a to b of a batch, as given (jagged tensors).
-    costs: "counted", by FLOPs and bytes; no other prices of layers are there.
     accumulate: batches to an update that are allowed, over which gradients are summed once: the plan takes as many, or
     fewer that are as fast.
     tune: seconds in which `worker` runs finalists, different plans that may be the fastest, in turns on its ranks, to
@@ -79,8 +80,7 @@ def compile(
         asked = in_microbatches(parse_strategy(strategy), microbatches)
         require_autocast(autocast)
         require_counted(costs)
-        if tune and (plan is not None or asked.inserts_norm):
-            raise PlacementError("tune chooses among plans of the model as it is: leave out plan, and subnets' norms")
+        _require_tunable(tune, plan, asked)
         given = world, global_batch, cluster, asked, pins or {}, memory, autocast, code, accumulate, tune
         settings = Settings(*given)
         if example is None:
@@ -89,6 +89,13 @@ def compile(
         program = compile_example(model, bound, settings, name=name, plan=plan, watch=watch)
         program.call = call
         return program
+
+
+def _require_tunable(tune: float, plan: Plan | None, asked: Strategy) -> None:
+    if not isinstance(tune, int | float) or not 0 <= tune < math.inf:
+        raise PlacementError(f"tune is {tune!r}; give a number of seconds, or 0 to run no finalists")
+    if tune and (plan is not None or asked.inserts_norm):
+        raise PlacementError("tune chooses among plans of the model as it is: leave out plan, and subnets' norms")
 
 
 def _made(model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, str | None]:

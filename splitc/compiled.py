@@ -1,11 +1,11 @@
-"""Specialise an analysed model for the ranks of a cluster, and hold the compiled program."""
+"""A model compiled for the ranks of a cluster, as users hold it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, reduce
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +14,24 @@ from torch import Tensor, fx, nn
 
 from splitc.capture.example.example import LOSS, Example
 from splitc.capture.validate.behind import Behind
-from splitc.checks.batch_sizes import require_batch_sizes, runs_batches_of
+from splitc.checks.batch_sizes import runs_batches_of
 from splitc.codegen.generate import generate
 from splitc.codegen.rank_weights import rank_weights, whole_state
 from splitc.codegen.save import require_importable, save_build
 from splitc.cost_models.calibration.hosts import require_described
-from splitc.cost_models.calibration.rank_timer import Progress, no_progress
+from splitc.cost_models.calibration.rank_timer import no_progress
 from splitc.cost_models.calibration.record import Seen, remember
 from splitc.cost_models.clusters.named import is_this_machine, load_cluster
-from splitc.cost_models.memory.memory_check import require_memory_on
-from splitc.errors import InternalError, LaunchError, PlacementError
-from splitc.features import parts
+from splitc.errors import LaunchError, PlacementError
 from splitc.ir.autocast import autocast_for, under_autocast
-from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import base_digest
-from splitc.ir.pass_manager import Watcher, run_pass
-from splitc.ir.placements import Placement
+from splitc.ir.pass_manager import Watcher
 from splitc.ir.plan import Plan
 from splitc.ir.printer import rank_graph
-from splitc.ir.program import LoweredProgram, PlacedProgram, Program
+from splitc.ir.program import LoweredProgram, Program
 from splitc.passes.analysis import analyse, fingerprint
-from splitc.passes.lower_evaluation import with_evaluation
-from splitc.passes.lower_outputs import with_outputs
-from splitc.passes.place import Place
-from splitc.passes.planner.strategy import Strategy, parse_strategy
-from splitc.passes.predict import Predict
-from splitc.passes.rewriting import lower
-from splitc.passes.share_forward import with_shared_forward
-from splitc.passes.use_plan import UsePlan
 from splitc.report.drift import expected
 from splitc.report.text import report, tried
-from splitc.report.what_if import what_fits
 from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.own_code import plain_tensors
 from splitc.runtime.parameter_groups import OptimizerFactory
@@ -53,49 +40,11 @@ from splitc.runtime.transport.distributed import rank_among
 from splitc.runtime.transport.meeting import Call, join, refusals_told
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
+from splitc.specialise import Settings, inserts_norm, specialise, specialised, with_norms
 from splitc.tuned import FINALISTS, tuned
 from splitc.verify.batches import scaled_down
 from splitc.verify.borrowed import borrowed
 from splitc.verify.verify import Verification, verify_program
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of `compile` other than model and data.  code: where the model's Python is, see `OwnCode`.
-
-    tune: seconds in which finalists are run to choose among them; 0: none is.
-    """
-
-    world: int
-    global_batch: int | None = None
-    cluster: str | Path | Cluster | None = None
-    strategy: str | Strategy | type[Strategy] = "auto"
-    pins: Mapping[str, str | Placement] = field(default_factory=dict)
-    memory: float | None = None
-    autocast: torch.dtype | None = None
-    code: str | None = None
-    accumulate: int = 1
-    tune: float = 0.0
-
-    def place(self, model: str = "", kept: list[LoweredProgram] | None = None) -> Place:
-        """The pass that chooses a plan for them.
-
-        model: the fingerprint that goes into the plan.  kept: of the plans that it lowers to see whether they fit, the
-        last one that does is left there.
-        """
-        cluster, strategy = load_cluster(self.cluster), parse_strategy(self.strategy)
-
-        def fits(program: Program, plan: Plan) -> bool:
-            with suppress(PlacementError):
-                lowered = _with_others(lower(program.placed(plan)), program)
-                require_memory_on(lowered, cluster, self.memory)
-                if kept is not None:
-                    kept[:] = [lowered]
-                return True
-            return False
-
-        place = partial(Place, cluster, self.world, strategy, self.pins, self.global_batch, self.memory)
-        return place(model=model, accumulate=self.accumulate, fits=fits)
 
 
 def compile_example(
@@ -130,83 +79,6 @@ def compile_example(
     )
     made.analysed = lambda: traced[0] if traced else analysed(model, example, evaluation=evaluation)
     return made
-
-
-def with_norms(model: nn.Module, program: Program, world: int) -> nn.Module:
-    """The model with the normalisations that a feature needs."""
-    return reduce(
-        lambda model, each: each.with_norms(model, program, world), parts("splitc.capture", "insert_norms"), model
-    )
-
-
-def inserts_norm(settings: Settings, plan: Plan | None) -> bool:
-    """Whether the model is to be normalised (`with_norms`), before it is captured."""
-    return parse_strategy(settings.strategy).inserts_norm if plan is None else plan.insert_norm
-
-
-def specialise(
-    program: Program,
-    settings: Settings,
-    plan: Plan | None = None,
-    watch: Watcher | None = None,
-    now: Progress = no_progress,
-) -> LoweredProgram:
-    """Decide a plan, or take the one given and price it on a cluster; rewrite a program into one for each role.
-
-    now: as in `analyse`.  A PlacementError for want of memory notes what would fit.
-    """
-    try:
-        return _specialise(program, settings, plan, watch, now)
-    except PlacementError as error:
-        now("looking for what would fit of")
-        with under_autocast(program.root, program.autocast), suppress(TimeoutError):
-            if plan is None and (changes := what_fits(settings.place(), program)):
-                error.add_note(changes)
-        raise
-
-
-def _specialise(
-    program: Program, settings: Settings, plan: Plan | None, watch: Watcher | None, now: Progress
-) -> LoweredProgram:
-    model, kept = fingerprint(program), list[LoweredProgram]()
-    with under_autocast(program.root, program.autocast):  # under which checks run the graph
-        place = settings.place(model, kept) if plan is None else UsePlan(plan, model)
-        asked = place.cluster if isinstance(place, Place) else settings.cluster
-        cluster = None if asked is None else load_cluster(asked)
-        if plan is not None and cluster and plan.world > (cluster.world or plan.world):
-            raise PlacementError(f"the plan has {plan.world} ranks, but {cluster.name} has {cluster.world} devices")
-        placed = run_pass(place, program, watch)
-        is_kept = watch is None and any(each.plan.decided == placed.plan for each in kept)
-        now("writing programs for")
-        if is_kept:
-            (lowered,) = kept
-            lowered = replace(lowered, plan=replace(lowered.plan, prediction=placed.plan.prediction))
-        else:
-            lowered = _with_others(_lowered(placed, plan is not None, watch), program)
-        if cluster:
-            now("simulating")
-            lowered = run_pass(Predict(cluster), lowered, watch)
-    require_batch_sizes(lowered)
-    if not is_kept:
-        now("measuring the memory of")
-        require_memory_on(lowered, cluster, settings.memory)
-    return lowered
-
-
-def _lowered(placed: PlacedProgram, is_given: bool, watch: Watcher | None) -> LoweredProgram:
-    """Lower a placed program; where its plan was given, it may be what is wrong."""
-    try:
-        return lower(placed, watch)
-    except InternalError as error:
-        if not is_given:
-            raise
-        why = "the plan's roles, examples, groups and placements contradict each other, or splitc has a bug, if the"
-        raise LaunchError(f"{why} plan was not edited: {error}") from error
-
-
-def _with_others(lowered: LoweredProgram, program: Program) -> LoweredProgram:
-    """A lowered program with its evaluation and outputs.  program: what it was lowered from."""
-    return with_shared_forward(with_outputs(with_evaluation(lowered, program), program))
 
 
 class CompiledProgram:
@@ -403,7 +275,7 @@ class CompiledProgram:
 
     def following(self, plan: Plan) -> LoweredProgram:
         """The program of a plan."""
-        return _specialise(self.analysed(), self._settings, plan, None, no_progress)
+        return specialised(self.analysed(), self._settings, plan, None, no_progress)
 
     def learn(self, program: LoweredProgram, ran: Seen) -> None:
         """Record what was measured of a program of this cluster."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from splitc import units
 from splitc.capture.example.division import Batch
 from splitc.capture.example.example import LOSS, Example, Loss, inputs_and_target
-from splitc.compiled import CompiledProgram, Settings, compile_example
+from splitc.compiled import CompiledProgram, compile_example
 from splitc.cost_models.calibration.hosts import measured_among
 from splitc.cost_models.calibration.rank_timer import no_progress
 from splitc.cost_models.clusters.named import is_this_machine
@@ -28,6 +28,7 @@ from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.meeting import Call, join
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
+from splitc.specialise import Settings
 
 
 class DeferredProgram:

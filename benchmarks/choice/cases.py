@@ -9,12 +9,12 @@ from benchmarks import cases
 from benchmarks.choice.figures import AUTO, SCRIPTS, Cell, Measured, Side
 from benchmarks.overlap.sides import PLACES
 from benchmarks.session import ROOT
-from splitc.compiled import Settings
 from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster
 from splitc.ir.plan import Plan
 from splitc.passes.planner.registry import STRATEGIES
 from splitc.passes.planner.strategy import Strategy, parse_strategy, strategy_named
+from splitc.specialise import Settings
 
 MICROBATCHES = 1, 2, 4
 

@@ -6,7 +6,6 @@ A plan that fails ends the ranks; it is out with its reason, and others are laun
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import tempfile
@@ -17,8 +16,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
 
 from benchmarks.cases import Case, predictions
 from benchmarks.choice.cases import MODELS, decision, proposed
@@ -31,15 +28,11 @@ from benchmarks.overlap.sides import Place
 from benchmarks.session import Session
 from benchmarks.testbed import NetworkTestbed
 from splitc import units
-from splitc.codegen.build_folder import WEIGHTS
-from splitc.codegen.generate import generate
-from splitc.compiled import CompiledProgram
+from splitc.cli.tuning import write
 from splitc.errors import SplitcError
 from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import parse_cluster
 from splitc.ir.plan import Plan
-from splitc.ir.program import LoweredProgram
-from splitc.runtime.launch.tuning import BATCH, FINALISTS
 from splitc.tuned import finalist_of
 
 TRIES = 2  # runs in place of one that other processes disturbed
@@ -97,16 +90,6 @@ def with_tuned(measured: Measured, plan: Plan, tuning: Mapping[str, Any]) -> Mea
     else:
         sides[at] = replace(sides[at], asked=(*sides[at].asked, TUNED))
     return replace(measured, sides=tuple(sides), tuning=tuning)
-
-
-def write_finalists(folder: Path, compiled: CompiledProgram, programs: Sequence[LoweredProgram]) -> None:
-    """What `tune` of a rank reads."""
-    about = ("name", "examples", "predicted", "period")
-    each = [(finalist_of(program), generate(program)) for program in programs]
-    texts = [{**{key: getattr(one, key) for key in about}, "files": files} for one, files in each]
-    (folder / FINALISTS).write_text(json.dumps(texts), encoding="utf-8")
-    torch.save(compiled.weights(), folder / WEIGHTS)
-    torch.save(dict(compiled.tensors), folder / BATCH)
 
 
 def in_rounds(measured: Measured, settings: Settings) -> list[int]:
@@ -282,7 +265,7 @@ class _Runs:
         case, planned = self._campaign.case(self._cell.model), self._planned
         compiled = case.compile(planned, self._cluster, global_batch=found.examples)
         programs = compiled.finalists(settings.finalists)
-        write_finalists(builds, compiled, programs)
+        write(builds, compiled, programs, [finalist_of(each) for each in programs])
         options = {"folder": str(builds), "budget": settings.tune, "momentum": self._model.momentum}
         planned_in, begin = time.monotonic() - begin, time.monotonic()
         try:

@@ -26,11 +26,12 @@ from benchmarks.real_models.declare import declare
 from benchmarks.real_models.eager import case_dtype, difference, without_dropout
 from benchmarks.real_models.regions import Regions, regions_of
 from splitc.capture.example.example import Example
-from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
 from splitc.ir.program import Program
 from splitc.passes.analysis import analyse
 from splitc.passes.planner.strategy import parse_strategy
+from splitc.specialise import Settings, specialise
 
 BATCH = 4  # examples of one rank
 CLUSTER = "k80-2.6gbe"

@@ -26,7 +26,7 @@ from splitc.cli.names import Attempts
 from splitc.cli.plan_file import read_plan_file
 from splitc.cli.progress import Step
 from splitc.codegen.build_folder import WEIGHTS
-from splitc.compiled import CompiledProgram, Settings, inserts_norm, specialise, with_norms
+from splitc.compiled import CompiledProgram
 from splitc.cost_models.calibration.rank_timer import Progress
 from splitc.cost_models.clusters.files import THIS_MACHINE
 from splitc.cost_models.clusters.named import load_cluster
@@ -45,6 +45,7 @@ from splitc.passes.place import Place
 from splitc.passes.planner.pins import contradicted, unknown_words
 from splitc.passes.planner.strategy import in_microbatches, parse_strategy
 from splitc.report.what_if import advice
+from splitc.specialise import Settings, inserts_norm, specialise, with_norms
 
 _PIN = "--pin 'classifier.*=fc' or --pin 'classifier.1=holding:sharded,group:2'"
 

@@ -8,12 +8,12 @@ from functools import cache
 
 import pytest
 
-from splitc.compiled import Settings
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.placements import Placement
 from splitc.report.alternatives import Alternative, alternatives
 from splitc.report.what_if import simulated_step
+from splitc.specialise import Settings
 from tests.support.command import splitc
 from tests.support.every_strategy import analysed
 from tests.support.sampling import along

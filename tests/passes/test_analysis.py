@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 import splitc
 from splitc.capture.example.example import Example
-from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.program import Program
 from splitc.passes import analysis
 from splitc.passes.place import Place
 from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.transport.base import Transport
+from splitc.specialise import Settings, specialise
 from tests.support.ranks import on_ranks, sgd
 
 SCALE = 2.0

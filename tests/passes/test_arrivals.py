@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from splitc.capture.example.example import Example
-from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
@@ -20,6 +20,7 @@ from splitc.ir.wire import wire
 from splitc.ir.wire_op import What, WireOp
 from splitc.runtime.collectives.layouts import State
 from splitc.runtime.worker import Worker
+from splitc.specialise import Settings, specialise
 from tests.passes.planner.test_group_roles import Headed, separated
 from tests.support.compiled import CLUSTER, analyse
 from tests.support.ranks import on_workers, part_of

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.compiled import CompiledProgram
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.schedule.actions import print_actions
+from splitc.specialise import Settings, specialise
 from tests.support.compiled import CLUSTER, analyse, compiled
 from tests.support.delays import delays
 

@@ -18,10 +18,11 @@ from torch import nn
 
 from splitc.capture.example.example import Example
 from splitc.cli.plan_file import read_plan_file
-from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError, PlacementError
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
+from splitc.specialise import Settings, specialise
 from tests.support.compiled import CLUSTER, analyse, compiled
 
 Path_ = tuple[str | int, ...]

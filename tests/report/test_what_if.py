@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 from torch import nn, randn
 
-from splitc.compiled import Settings, specialise
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.plan import Plan
@@ -21,6 +20,7 @@ from splitc.ir.program import Program
 from splitc.passes.place import Place
 from splitc.report import what_if
 from splitc.report.what_if import Quantity, advice, breakpoints, choice_text, quantities, simulated_step, what_fits
+from splitc.specialise import Settings, specialise
 from splitc.strategies.data_parallel import DataParallel
 from tests.support.compiled import analyse
 

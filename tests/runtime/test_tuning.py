@@ -134,3 +134,6 @@ def test_training_after_tuning_is_that_of_the_plan_without() -> None:
 def test_tune_beside_a_plan_is_refused() -> None:
     with pytest.raises(PlacementError, match="tune chooses among plans"):
         splitc.compile(_model(), 3, plan=splitc.Plan("by hand", 3, {}, {}, {}), tune=1.0)
+    for wrong in (-1, float("nan"), "60"):
+        with pytest.raises(PlacementError, match="give a number of seconds, or 0"):
+            splitc.compile(_model(), 3, tune=wrong)  # type: ignore[arg-type]

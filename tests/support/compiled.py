@@ -12,13 +12,14 @@ import splitc.passes.analysis
 from splitc.capture.capture import capture
 from splitc.capture.example.example import Example
 from splitc.capture.validate.python_state import python_state
-from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.compiled import CompiledProgram
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.compute.counting import OpCounter
 from splitc.ir.graph import copy_graph, is_region
 from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.passes.planner.strategy import Strategy
+from splitc.specialise import Settings, specialise
 
 CLUSTER = "v100-10gbe"
 

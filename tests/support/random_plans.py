@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.capture.example.example import Example
-from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
@@ -28,6 +28,7 @@ from splitc.ir.program import Program
 from splitc.ir.transitions import transition_of
 from splitc.runtime.collectives.layouts import Transition
 from splitc.runtime.errors import LaunchError
+from splitc.specialise import Settings, specialise
 from tests.support.compiled import CLUSTER, analyse
 from tests.support.delays import delays
 from tests.support.random_blocks import CLASSES, VOCABULARY

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from splitc.capture.example.example import Example
-from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
 from splitc.ir.placements import Placement
 from splitc.ir.program import Program
+from splitc.specialise import Settings, specialise
 from tests.support.compiled import CLUSTER
 from tests.support.random_models import RandomCase
 

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.capture.example.example import Example
-from splitc.compiled import CompiledProgram, Settings, compile_example
+from splitc.compiled import CompiledProgram, compile_example
 from splitc.ir.plan import Plan
+from splitc.specialise import Settings
 from splitc.strategies.independent_subnets import IndependentSubnets
 from tests.support.compiled import CLUSTER, compiled
 from tests.support.sampling import sampled

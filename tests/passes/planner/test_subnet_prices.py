@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.papers.ist import Symbols, ist_flops, ist_nbytes
-from splitc.compiled import Settings, specialise
 from splitc.cost_models.network.alpha_beta import all_to_all, ring_all_reduce
 from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster, Link
@@ -22,6 +21,7 @@ from splitc.passes.planner.price_plan import memory_needed
 from splitc.passes.planner.request import Request
 from splitc.passes.planner.strategy import Strategy
 from splitc.passes.rewriting import lower_unchecked
+from splitc.specialise import Settings, specialise
 from splitc.strategies.independent_subnets import IndependentSubnets
 from tests.cost_models.simulation.test_timeline import toy
 from tests.support.compiled import analyse, class_batch

@@ -18,7 +18,7 @@ from splitc.capture.example.example import Example
 from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.checks.graph import every_layer_placed
-from splitc.compiled import CompiledProgram, Settings
+from splitc.compiled import CompiledProgram
 from splitc.errors import InternalError
 from splitc.ir.comm_ops import pull
 from splitc.ir.graph import copy_graph
@@ -36,6 +36,7 @@ from splitc.passes.split_ranks import SplitRanks
 from splitc.passes.use_plan import UsePlan
 from splitc.runtime.servers import parameter_server as machinery
 from splitc.runtime.worker import Worker
+from splitc.specialise import Settings
 from tests.runtime.test_worker import on_the_wire, said
 from tests.support.compiled import CLUSTER, actions_of, analyse, with_actions
 from tests.support.ranks import adam, assert_same, on_workers, one_process, part_of, train

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.compiled import CompiledProgram
 from splitc.cost_models.network.alpha_beta import through_server
 from splitc.errors import LaunchError, PlacementError
 from splitc.ir.cluster import Link
@@ -20,6 +20,7 @@ from splitc.ir.program import Program
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import What
 from splitc.runtime.worker import Worker
+from splitc.specialise import Settings, specialise
 from splitc.strategies.modulo_shard import ModuloShard
 from tests.end_to_end.test_in_batch import TwoTowers
 from tests.runtime.rounds.test_local_sgd import EXACT, Pair
