@@ -34,7 +34,7 @@ class Predict(Pass[LoweredProgram, LoweredProgram]):
         timeline = simulate(program, cluster)
         prediction = program.plan.prediction
         if prediction.priced_on != numbers:  # a plan that nobody priced, or elsewhere
-            prediction = Prediction(proof="heuristic", priced_on=numbers)
+            prediction = Prediction(proof="heuristic", priced_on=numbers, tried=prediction.tried)
         ran = learned.ran.get(program.plan.hash, 0.0) if learned is not None else 0.0
         prediction = replace(
             prediction,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import splitc
 from splitc.errors import LaunchError, PlacementError
+from splitc.ir.prediction import Tried
 from splitc.runtime.spec import Input, RankSpec
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.tuning import Finalist, fastest, outcome, rows_of, turns
@@ -137,3 +139,14 @@ def test_tune_beside_a_plan_is_refused() -> None:
     for wrong in (-1, float("nan"), "60"):
         with pytest.raises(PlacementError, match="give a number of seconds, or 0"):
             splitc.compile(_model(), 3, tune=wrong)  # type: ignore[arg-type]
+
+
+def test_what_was_tried_stays_where_prices_change() -> None:
+    x, y = torch.randn(6, 8), torch.randint(0, 64, (6,))
+    first = splitc.compile(_model(), 3, (x,), y, F.cross_entropy, cluster=CLUSTER)
+    tried = (Tried("mixed 3", first.plan.hash, 18, 0.5, 0.6, 0.01, 3),)
+    plan = replace(first.plan, prediction=replace(first.plan.prediction, tried=tried))
+    again = splitc.compile(_model(), 3, (x,), y, F.cross_entropy, cluster="cpu16-1gbe", plan=plan)
+    assert again.plan.prediction.priced_on != plan.prediction.priced_on
+    assert again.plan.prediction.tried == tried
+    assert "600 ms ± 1.0%" in again.report()
