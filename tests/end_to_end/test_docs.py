@@ -97,7 +97,7 @@ def _in_process(line: str) -> bool:
     """Commands that start processes or install have tests of their own."""
     return (
         line.startswith("splitc")
-        and not line.startswith(("splitc run", "splitc calibrate", "splitc demo"))
+        and line.split()[1] not in ("run", "tune", "calibrate", "doctor", "demo")
         and "--processes" not in line
     )
 
