@@ -77,6 +77,8 @@ def compile_example(
     made = CompiledProgram(
         program if waits else program(behind), model, example, replace(settings, world=world), behind, program
     )
+    if behind is not None:
+        behind.start()
     made.analysed = lambda: traced[0] if traced else analysed(model, example, evaluation=evaluation)
     return made
 
@@ -98,8 +100,6 @@ class CompiledProgram:
     ) -> None:
         self._program, self._model, self._example, self._settings = program, model, example, settings
         self._behind, self._anew = behind, anew
-        if behind is not None:
-            behind.start()
         self.call = Call()
         self.analysed: Callable[[], Program] = lambda: analyse(model, example)
 

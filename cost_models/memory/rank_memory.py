@@ -27,6 +27,7 @@ from splitc.cost_models.memory.live_storage import HELD, SAVED, TRAVELS, WORKING
 from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.null_transport import NullTransport
 from splitc.errors import CostError
+from splitc.ir.fake_mode import KERNELS
 from splitc.ir.interpreter import mode_of, quiet
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program
 from splitc.ir.wire import nbytes_trained
@@ -59,11 +60,12 @@ def memory_of(
 @contextmanager
 def _without_onednn() -> Iterator[None]:
     """Disable oneDNN, whose recurrent layers appear to save nothing on fake tensors."""
-    (before, *_) = torch.backends.mkldnn.set_flags(_enabled=False)
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.set_flags(_enabled=before)
+    with KERNELS:
+        (before, *_) = torch.backends.mkldnn.set_flags(_enabled=False)
+        try:
+            yield
+        finally:
+            torch.backends.mkldnn.set_flags(_enabled=before)
 
 
 def _measure(program: LoweredProgram, rank: int, optimizer_copies: int, accumulate: int) -> RankMemory:

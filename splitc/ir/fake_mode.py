@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+
+KERNELS = threading.RLock()
+"""Which kernels torch takes is of the process: who changes that, and who compares results bit by bit, has it."""
 
 
 class FakeMode(FakeTensorMode):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import splitc
 from splitc.capture.example.example import Example
 from splitc.capture.validate import behind
 from splitc.compiled import CompiledProgram
+from splitc.cost_models.memory.rank_memory import memory_of
 from splitc.errors import CaptureError
 from splitc.passes.analysis import analyse
 
@@ -87,3 +90,29 @@ def test_a_program_is_planned_anew_where_its_examples_couple_against_expectation
     assert not program.program.coupled
     program.validated()
     assert program.program.coupled and program.verdict.startswith("Validated")
+
+
+def test_measuring_memory_waits_for_a_validation_that_compares_bits() -> None:
+    """It switches oneDNN off for the whole process; AlexNet's gradients differed while its report was made."""
+    program, ahead, begun, seen = compiled(images(), torch.randn(4, 3, 8, 8)), behind.Behind(), Event(), list[bool]()
+    program.validated()
+
+    def check() -> None:
+        begun.set()
+        for _ in range(50):
+            time.sleep(0.002)
+            seen.append(bool(torch.backends.mkldnn.enabled))
+
+    ahead.then(check)
+    ahead.start()
+    begun.wait()
+    memory_of(program.program, 0)
+    assert ahead.wait() and all(seen)
+
+
+def test_a_validation_that_failed_stays_so() -> None:
+    ahead = behind.Behind()
+    ahead.then(lambda: 1 // 0)
+    assert not ahead.wait()
+    ahead.start()
+    assert not ahead.wait()

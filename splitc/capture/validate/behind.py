@@ -26,6 +26,7 @@ from splitc.capture.validate.apart import EXAMPLES
 from splitc.capture.validate.generic_data import GenericData
 from splitc.capture.validate.reference_copy import Precision, ReferenceCopy
 from splitc.capture.validate.validate import LARGE, compare_runs, run_apart, with_found
+from splitc.ir.fake_mode import KERNELS
 from splitc.ir.graph import copy_graph, info
 from splitc.ir.program import Program, Refusal, TensorSpec
 from splitc.ir.regions import regions
@@ -73,28 +74,32 @@ class Behind:
         self._checks.append(keep)
 
     def start(self) -> None:
-        """Begin, when the plan is there: measuring memory for it switches kernels of the whole process."""
-        if self._checks:
-            _RUNNING.add(self._thread)
-            self._thread.start()
-        else:
+        """Begin, when the plan is there; a second time does nothing."""
+        if self.holds is not None or self._thread in _RUNNING:
+            return
+        if not self._checks:
             self.holds = True
+            return
+        _RUNNING.add(self._thread)
+        self._thread.start()
 
     def wait(self) -> bool:
         """Whether all is as expected, in the end."""
+        self.start()
         if self.holds is None:
             self._thread.join()
         return bool(self.holds)
 
     def _run(self) -> None:
         try:
-            while self._checks:
-                self._checks.pop(0)()
+            with KERNELS:  # measuring memory switches kernels of the whole process
+                for check in self._checks:
+                    check()
             self.holds = True
         except Exception:  # whoever waits looks again
-            self._checks.clear()
             self.holds = False
         finally:
+            self._checks.clear()
             _RUNNING.discard(self._thread)
 
 
