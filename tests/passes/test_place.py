@@ -200,7 +200,8 @@ def test_a_layer_is_priced_once_for_each_batch_and_number_of_ranks(monkeypatch: 
         return real(self, batch)
 
     monkeypatch.setattr(CostLine, "at", counting)
-    monkeypatch.setattr(priced_plan, "simulate", lambda *_: SimpleNamespace(step_seconds=1.0))  # it prices by itself
+    found = SimpleNamespace(step_seconds=1.0, p90=1.0)
+    monkeypatch.setattr(priced_plan, "simulate", lambda *_, samples=0: found)  # it prices by itself
     plan = place(separable(), 4, Auto())
     assert len(plan.prediction.reasons) == len(plan.placements)
     assert max(Counter(at).values()) <= 4  # on 1, 2, 3 and 4 computing ranks

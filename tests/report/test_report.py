@@ -148,7 +148,8 @@ def test_the_price_is_simulated_and_the_proof_is_of_the_planners_own() -> None:
     prediction = replace(made.plan.prediction, step_seconds=0.5, program_seconds=0.75)
     made = replace(made, plan=replace(made.plan, prediction=prediction))
     text = " ".join(report(made).split())
-    assert "takes 500 ms" in text and "(predicted by simulation; 750 ms by the planner's own price, which" in text
+    assert "takes 500 ms" in text
+    assert "(predicted by simulation, extrapolated; 750 ms by the planner's own price, which" in text
     assert (as_json(made)["step_seconds"], as_json(made)["program_seconds"]) == (0.5, 0.75)
 
 

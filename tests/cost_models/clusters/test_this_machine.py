@@ -57,7 +57,7 @@ def test_this_machine_has_numbers_of_the_right_order(here: Measured) -> None:
     assert 1e-8 < cluster.device.launch < 1e-2
     assert 1e6 < cluster.link.bandwidth < 1e13
     assert 0 <= cluster.link.latency < 1
-    assert set(cluster.link.collectives) == {"all_reduce", "all_gather", "reduce_scatter"}
+    assert set(cluster.link.collectives) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 
 
 @pytest.mark.slow
