@@ -61,15 +61,13 @@ def compile(
     global_batch: examples in a step over all ranks; None: the example's for each rank that reads data.
     cluster: a known name, a TOML file or a Cluster; None: this machine, measured once.
     strategy: a name, optionally with options, or a Strategy.  pins: layer pattern -> role or Placement.
-    memory: bytes that a rank may use, in place of the cluster's.
+    memory: bytes that a rank may use, in place of the cluster's.  costs: "counted" are the only ones.
     microbatches: parts of each reader's batch that go through the ranks one after another, so that ranks compute while
     values travel; "auto": as the strategy says, else 1.
     autocast: torch.bfloat16 or torch.float16 runs every forward under torch.autocast; parameters stay in float32.
-    costs: "counted" are the only ones.
     batch: how other tensors are divided: {"edge_index": None}, which every rank has whole, {"tokens": 1}, the dim of
     its examples; or a function of (batch, a, b) that returns examples a to b of a batch, as given (jagged tensors).
-    accumulate: batches to an update that are allowed, over which gradients are summed once: the plan takes as many, or
-    fewer that are as fast.
+    accumulate: batches to an update that are allowed, over which gradients are summed once; fewer, where as fast.
     tune: seconds in which `worker` runs finalists, different plans that may be the fastest, in turns on its ranks, to
     take the fastest.  Weights, data and random numbers stay as they were; what was the fastest on these hosts is kept.
     plan: compile this plan instead of choosing one.  watch: called after every pass.
