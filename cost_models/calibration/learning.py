@@ -38,7 +38,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 FACTORS = tuple(factor for group in GROUPS.values() for factor in group)
 _TOGETHER = {"compute": 0.3, "network": 0.3, "latency": 0.4, "processor": 0.4}  # deviation of a group, a priori
 _APART = 0.1  # of a factor from its group
-_ERRORS = (0.03, 0.05, 0.15)  # of what is predicted of a step, its computing, its communication
+_CALIBRATED = 1 / 3  # of these deviations, where the numbers were measured on the cluster
+_ERRORS = (0.05, 0.2, 0.3)  # of what is predicted of a step, its computing, its communication
 _OTHER = math.log(3)  # what is as far from its prediction ran on another machine than the cluster file describes
 _CHANGE = 1.05  # of a factor, by which its weight is found
 _LEAST = 64  # bytes of a transfer, below which its price is a latency
@@ -187,23 +188,28 @@ def _link(link: Link, times: Mapping[str, float]) -> Link:
         kind: replace(rate, bandwidth=rate.bandwidth / times[kind], latency=rate.latency * times["latency"])
         for kind, rate in link.collectives.items()
     }
+    bandwidth = link.bandwidth / times["messages"]
+    busy = max(link.processor, 1 / (2 * bandwidth))  # all the time: more would prolong the transfers themselves
     return replace(
         link,
-        bandwidth=link.bandwidth / times["messages"],
+        bandwidth=bandwidth,
         latency=link.latency * times["latency"],
-        processor=link.processor * times["processor"],
+        processor=min(link.processor * times["processor"], busy),
         collectives=rates,
     )
 
 
-def fit(runs: Iterable[Run]) -> dict[str, float]:
-    """Factor -> how many times as long as the cluster file says, by all runs on it."""
+def fit(runs: Iterable[Run], calibrated: bool = False) -> dict[str, float]:
+    """Factor -> how many times as long as the cluster file says, by all runs on it.
+
+    calibrated: its numbers were measured there, so that less is to be expected.
+    """
     rows = [row for run in runs if not run.elsewhere for row in _rows(run)]
     if not rows:
         return {}
     w = np.array([row for row, _, _ in rows])
     y, errors = np.array([y for _, y, _ in rows]), np.array([error for _, _, error in rows])
-    prior, x = np.linalg.inv(_prior()), np.zeros(len(FACTORS))
+    prior, x = np.linalg.inv(_prior() * (_CALIBRATED**2 if calibrated else 1.0)), np.zeros(len(FACTORS))
     trust = np.ones(len(rows))
     for _ in range(8):
         scaled = w * (trust / errors**2)[:, None]

@@ -137,7 +137,7 @@ def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
         if kinds[name]:
             of_a_round, rate = fit_line([point(each) for each in _beyond_buckets(kinds[name])], bandwidth)
             collectives[name] = Rate(rate, of_a_round)
-    taken, of_a_message = _processor(overlaps, 2 / bandwidth)
+    taken, of_a_message = _processor(overlaps, 1 / (2 * bandwidth))
     return Link(
         bandwidth=bandwidth,
         latency=latency,
@@ -178,7 +178,7 @@ def share_a_line(samples: Sequence[Sample], priced: Callable[[Sample], float]) -
 def _processor(overlaps: Sequence[Overlap], most: float) -> tuple[float, float]:
     """Seconds of computing that a byte takes, by large sums, and that a message takes besides, by small ones.
 
-    most: of a byte, with which the core is busy no longer than both ends are.
+    most: of a byte that is sent or received, with which the core is busy as long as the line is.
     """
     large = [(each.alone, each.nbytes, each.together) for each in overlaps if each.message >= LARGE]
     taken = min(max(fit_factor(large), 0.0), most) if large else 0.0

@@ -163,7 +163,8 @@ def fitted(cluster: Cluster, source: str | Path | None) -> Cluster:
     runs = [run for run in runs_on(source, cluster) if not run.elsewhere]
     if not runs:
         return cluster
-    factors, base, seen = fit(runs), digest(cluster), dict[str, tuple[float, ...]]()
+    factors = fit(runs, calibrated=bool(cluster.link.collectives))
+    base, seen = digest(cluster), dict[str, tuple[float, ...]]()
     for run in runs:
         for key, rows in run.transfers.items():
             kind, ranks = key.split()[0], float(key.split()[1])

@@ -6,9 +6,10 @@ for its whole duration.  A line carries one transfer at a time; among the ready 
 the first to become ready starts first.  So n messages to one rank take n times as long as one, as in the closed form
 (Stanza 4.1.1), and transfers on disjoint lines run at the same time.
 
-A transfer may cost its parties processor time (`Transfer.processor`), which prolongs their computing unless they are
-idle meanwhile.  Ranks may share cores (`cores`).  Where neither is so, nothing changes how long a rank computes, and it
-runs ahead of the clock until it waits.
+A transfer may cost its parties processor time (`Transfer.processor`): then it and what they compute meanwhile slow
+each other down (`work.speeds`), and it goes on as fast as its slowest party.  Where ranks share cores (`cores`), the
+processor time prolongs the next computation instead, unless the rank is idle meanwhile.  Where neither is so, nothing
+changes how long a rank computes, and it runs ahead of the clock until it waits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from itertools import pairwise
 from splitc.cost_models.simulation.cores import Cores
 from splitc.cost_models.simulation.noise import Noise
 from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer, Wait
+from splitc.cost_models.simulation.work import Work, seconds_of, speeds
 from splitc.runtime.transport.phases import Phases, Span
 
 
@@ -31,12 +33,15 @@ class _Rank:
     operations: Sequence[Operation]
     next: int = 0
     laps: int = 0  # how often it has completed its operations
-    owed: float = 0.0  # processor time of transfers, to be added to the next computation
+    owed: float = 0.0  # processor time of transfers, to be added to the next computation on shared cores
     compute: float = 0.0
     waiting: float = 0.0
     communication: float = 0.0
     sent: float = 0.0
-    under_way: float = 0.0  # end of its last transfer in flight
+    work: Work | None = None  # what it computes
+    flying: dict[Transfer, Work] = field(default_factory=dict)
+    under_way: float = 0.0  # since when there are some
+    pace: float = 1.0  # of transfers
     blocked: int = 0  # number of unfinished transfers that it waits for
     since: float = 0.0  # start of the current wait
     marks: list[Phases] = field(default_factory=list)  # totals at each mark; `step` is the clock
@@ -66,7 +71,14 @@ class _Tick:
     number: int
 
 
-_Event = Transfer | int | _Tick | _Ready
+@dataclass(frozen=True)
+class _Computed:
+    """The end of what a rank computes; stale if that has changed."""
+
+    rank: int
+
+
+_Event = Transfer | int | _Tick | _Ready | _Computed
 
 
 class Simulation:
@@ -132,7 +144,11 @@ class Simulation:
             if isinstance(what, int):
                 self._go_on(what, time)
             elif isinstance(what, Transfer):
-                self._end(what, time)
+                if (work := self.ranks[what.parties[0]].flying.get(what)) and work.due == time:
+                    self._end(what, work, time)
+            elif isinstance(what, _Computed):
+                if (work := self.ranks[what.rank].work) and work.due == time:
+                    self._computed_alone(what.rank, work, time)
             elif isinstance(what, _Ready):
                 self._offer(what.transfer, time)
             elif what.number == self._ticks:
@@ -170,21 +186,44 @@ class Simulation:
                 self._compute(rank, Compute("transfers", 0.0), now)
                 return
             else:
-                beyond = max(0.0, state.under_way - now)  # transfers that continue into the next step
-                communication = state.communication - beyond
+                communication = state.communication + (now - state.under_way if state.flying else 0.0)
                 state.marks.append(Phases(rank, now, state.compute, state.waiting, communication, state.sent))
             state.next += 1
 
     def _compute(self, rank: int, operation: Compute, now: float) -> None:
         state = self.ranks[rank]
-        seconds, state.owed = operation.seconds + state.owed, 0.0
         if self._cores is not None:
+            seconds, state.owed = operation.seconds + state.owed, 0.0
             self._cores.add(rank, operation.name, seconds, now)
             self._tick(now)
             return
-        state.compute += seconds
-        self._span(rank, "compute", operation.name, now, now + seconds)
-        self._at(now + seconds, rank, now)
+        state.work = Work(operation, now, operation.seconds, now)
+        self._share(rank, now)
+
+    def _computed_alone(self, rank: int, work: Work, now: float) -> None:
+        state = self.ranks[rank]
+        state.compute += now - work.start
+        self._span(rank, "compute", work.what.name, work.start, now)
+        state.work = None
+        self._share(rank, now)
+        self._go_on(rank, now)
+
+    def _share(self, rank: int, now: float) -> None:
+        """Divide a rank's core anew between its computing and its transfers."""
+        state, pace = self.ranks[rank], 1.0
+        if state.work is not None:
+            speed, pace = speeds(state.flying)
+            if state.work.pace(speed, now):
+                self._at(state.work.due, _Computed(rank), now)
+        if pace != state.pace:
+            state.pace = pace
+            for transfer, work in state.flying.items():
+                self._fly(transfer, work, now)
+
+    def _fly(self, transfer: Transfer, work: Work, now: float) -> None:
+        """Let a transfer go on as fast as the slowest of its parties."""
+        if work.pace(min(self.ranks[party].pace for party in transfer.parties), now):
+            self._at(work.due, transfer, now)
 
     def _computed(self, now: float) -> None:
         """Resume the ranks whose computation on shared cores ends now."""
@@ -235,17 +274,26 @@ class Simulation:
 
     def _start(self, transfer: Transfer, now: float) -> None:
         self._busy.update(transfer.lines)
-        end = now + transfer.seconds
+        work = Work(transfer, now, seconds_of(transfer), now)
         for party in transfer.parties:
             state = self.ranks[party]
-            state.communication += max(0.0, end - max(now, state.under_way))
-            state.under_way = max(state.under_way, end)
-            state.owed += transfer.processor
-            self._span(party, "comm", transfer.name, now, end)
-        self._at(end, transfer, now)
+            state.under_way = state.under_way if state.flying else now
+            state.flying[transfer] = work
+            if self._cores is not None:
+                state.owed += transfer.processor
+            elif transfer.processor:
+                self._share(party, now)
+        self._fly(transfer, work, now)
 
-    def _end(self, transfer: Transfer, now: float) -> None:
+    def _end(self, transfer: Transfer, work: Work, now: float) -> None:
         progress = self._progress[transfer]
+        for party in transfer.parties:
+            state = self.ranks[party]
+            del state.flying[transfer]
+            state.communication += 0.0 if state.flying else now - state.under_way
+            self._span(party, "comm", transfer.name, work.start, now)
+            if self._cores is None and transfer.processor:
+                self._share(party, now)
         progress.ended += 1
         waiters, progress.waiters = progress.waiters, []
         self._busy.difference_update(transfer.lines)
