@@ -188,13 +188,11 @@ def _link(link: Link, times: Mapping[str, float]) -> Link:
         kind: replace(rate, bandwidth=rate.bandwidth / times[kind], latency=rate.latency * times["latency"])
         for kind, rate in link.collectives.items()
     }
-    bandwidth = link.bandwidth / times["messages"]
-    busy = max(link.processor, 1 / (2 * bandwidth))  # all the time: more would prolong the transfers themselves
     return replace(
         link,
-        bandwidth=bandwidth,
+        bandwidth=link.bandwidth / times["messages"],
         latency=link.latency * times["latency"],
-        processor=min(link.processor * times["processor"], busy),
+        processor=link.processor * times["processor"],
         collectives=rates,
     )
 

@@ -126,6 +126,9 @@ def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
     kinds: dict[str, list[Sample]] = defaultdict(list)
     for each in samples:
         kinds[each.kind].append(each)
+    for name in COLLECTIVES:  # what runs in a step: all ranks at once, which a pair alone does not show
+        most = max((len(each.ranks) for each in kinds[name]), default=0)
+        kinds[name] = [each for each in kinds[name] if len(each.ranks) == most]
     messages = [*_beyond_buckets(kinds["message"]), *kinds["many_to_one"], *kinds["one_to_many"]]
     latency, bandwidth = fit_line([point(each) for each in messages])
 
@@ -137,7 +140,7 @@ def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
         if kinds[name]:
             of_a_round, rate = fit_line([point(each) for each in _beyond_buckets(kinds[name])], bandwidth)
             collectives[name] = Rate(rate, of_a_round)
-    taken, of_a_message = _processor(overlaps, 1 / (2 * bandwidth))
+    taken, of_a_message = _processor(overlaps, 2 / bandwidth)
     return Link(
         bandwidth=bandwidth,
         latency=latency,
@@ -178,7 +181,7 @@ def share_a_line(samples: Sequence[Sample], priced: Callable[[Sample], float]) -
 def _processor(overlaps: Sequence[Overlap], most: float) -> tuple[float, float]:
     """Seconds of computing that a byte takes, by large sums, and that a message takes besides, by small ones.
 
-    most: of a byte that is sent or received, with which the core is busy as long as the line is.
+    most: of a byte that is sent or received, four times what keeps the core busy as long as the line.
     """
     large = [(each.alone, each.nbytes, each.together) for each in overlaps if each.message >= LARGE]
     taken = min(max(fit_factor(large), 0.0), most) if large else 0.0

@@ -43,7 +43,7 @@ SUMS = (4096, 1 << 18, 1 << 20, 1 << 22, 1 << 23)  # bytes of the whole tensor o
 ALWAYS = 1 << 18  # bytes up to which is measured whatever it takes
 MOST = 1 << 28  # bytes of the largest message between GPUs
 _SAID = {"message": "messages", "exchange": "both directions at once", "pairs": "pairs at once"}
-_SHARES = {"message": 0.2, "exchange": 0.05, "pairs": 0.1, "many": 0.06, "collectives": 0.43, "computing": 0.16}
+_SHARES = {"message": 0.2, "exchange": 0.05, "pairs": 0.1, "many": 0.06, "collectives": 0.37, "computing": 0.22}
 _WHOLE = 0.75  # of the time for collectives, for those of all ranks: large sums, as gradients are
 
 

@@ -15,17 +15,20 @@ import torch
 from splitc.cost_models.calibration.rank_timer import LEAST, RankTimer
 from splitc.cost_models.calibration.samples import Overlap
 
-MESSAGES = (1 << 20, 1 << 16, 1 << 22)  # bytes; of the second its messages cost the time
+MESSAGES = (1 << 16, 1 << 20, 1 << 21)  # bytes; of the first its messages cost the time
 _PIECE, _LEAST_PIECES, _MOST_PIECES = 0.04, 5, 50  # seconds of products whose spread is measured, and how many
 _STEADY = 1e-5  # seconds of jitter: a second of computing takes 3 ms more or less
-_COMPUTE_TIMES = 2.0  # how many times as long as the transfer the overlapping computation takes
+_COMPUTE_TIMES = 1.5  # how many times as long as the transfer the overlapping computation takes
 
 
 def computing(timer: RankTimer, budget: float) -> tuple[Overlap, ...]:
     """Time matrix products on every rank, alone and while all ranks sum a tensor."""
     timer.progress("computing beside transfers")
     once = timer.seconds(range(timer.world), lambda: _products(timer, 10), budget / 10) / 10
-    return tuple(each for nbytes in MESSAGES for each in _beside(timer, nbytes, once, budget / len(MESSAGES)))
+    found, end = list[Overlap](), timer.spent + budget
+    for left, nbytes in zip((3, 2, 1), MESSAGES, strict=True):
+        found += _beside(timer, nbytes, once, (end - timer.spent) / left)
+    return tuple(found)
 
 
 def _products(timer: RankTimer, times: int) -> float:
@@ -47,7 +50,7 @@ def _beside(timer: RankTimer, nbytes: int, once: float, budget: float) -> list[O
     summed = torch.ones(nbytes // 4, device=timer.device)
     moving = timer.seconds(ranks, lambda: timer.transport.all_reduce(summed, ranks).wait(), budget / 5)
     times = max(1, round(_COMPUTE_TIMES * moving / once))
-    if 2 * (1 + LEAST) * times * once > budget and nbytes > max(MESSAGES[:2]):
+    if 2 * (1 + LEAST) * times * once > budget and nbytes > MESSAGES[1]:
         return []
 
     def both() -> tuple[float, float]:

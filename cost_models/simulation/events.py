@@ -22,7 +22,7 @@ from itertools import pairwise
 from splitc.cost_models.simulation.cores import Cores
 from splitc.cost_models.simulation.noise import Noise
 from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer, Wait
-from splitc.cost_models.simulation.work import Work, seconds_of, speeds
+from splitc.cost_models.simulation.work import Work, speeds
 from splitc.runtime.transport.phases import Phases, Span
 
 
@@ -274,7 +274,7 @@ class Simulation:
 
     def _start(self, transfer: Transfer, now: float) -> None:
         self._busy.update(transfer.lines)
-        work = Work(transfer, now, seconds_of(transfer), now)
+        work = Work(transfer, now, transfer.seconds, now)
         for party in transfer.parties:
             state = self.ranks[party]
             state.under_way = state.under_way if state.flying else now

@@ -28,6 +28,7 @@ class Paths:
         """
         link = self._link_over(ends, rings=op.algorithm != "recursive_doubling")
         if op.kind != "collective":
+            messages = 1
             seconds = point_to_point(op.nbytes, link)
             lines = {self._line(ends[0], link, out=True), self._line(ends[1], link, out=False)}
             processor = times * (link.message_processor + link.processor * op.nbytes)
@@ -37,6 +38,7 @@ class Paths:
             ends = tuple([rank for rank in ends if rank in self._simulated])
             lines = {self._line(rank, link, out) for rank in ends for out in (True, False)}
             processor = 2 * times * (link.message_processor * messages + link.processor * op.sent)
+        seconds = max(seconds, link.message_processor * messages)
         if op.nbytes <= link.latency * link.bandwidth:
             lines = set()  # a few packets, which pass between those of other transfers
         return Transfer(str(op.payload), ends, tuple(sorted(lines)), times * seconds, processor)

@@ -1,11 +1,12 @@
 """What one core does at the same time: it computes, and takes part in transfers that cost processor time.
 
-    U = sum of processor / seconds      demand of a rank's transfers in flight, each at most 1
+    U = sum of processor / seconds      demand of a rank's transfers in flight
     c = max(1 - U, 1/3)                 speed of its computing meanwhile
     (1 - c) / U                         speed of these transfers while it computes, at most 1
 
 A scheduler wakes what waits for a line before what computes, so computing gets what transfers leave; beside it run the
-thread that transfers and the kernel's, each as often.
+thread that transfers and the kernel's, each as often.  Where both together take longer than one after the other, since
+ranks have little of a core, calibration finds U > 1.
 """
 
 from __future__ import annotations
@@ -41,13 +42,8 @@ class Work:
         return True
 
 
-def seconds_of(transfer: Transfer) -> float:
-    """Seconds of a transfer while its parties are idle otherwise."""
-    return max(transfer.seconds, transfer.processor)
-
-
 def speeds(flying: Iterable[Transfer]) -> tuple[float, float]:
     """The speed of computing beside these transfers, and theirs."""
-    demand = sum(each.processor / seconds_of(each) for each in flying if each.processor)
+    demand = sum(each.processor / each.seconds for each in flying if each.processor)
     computing = max(1 - demand, _LEAST)
     return computing, min(1.0, (1 - computing) / demand) if demand else 1.0

@@ -301,7 +301,7 @@ def test_nor_does_what_it_lets_through_of_a_collective(monkeypatch: pytest.Monke
 
 def test_transfers_that_take_nothing_from_computing_are_no_gain() -> None:
     samples = tuple(Sample("message", (0, 1), n, alpha_beta.point_to_point(n, FAST)) for n in links.MESSAGES)
-    for together, processor in ((0.09, 0.0), (0.1, 0.0), (0.1002, 1e-10), (9.0, 1 / (2 * FAST.bandwidth))):
+    for together, processor in ((0.09, 0.0), (0.1, 0.0), (0.101, 5e-10), (9.0, 2 / FAST.bandwidth)):
         overlaps = tuple(Overlap(rank, 1 << 20, 2e6, 0.1, together) for rank in (0, 1))
         assert fit_links(LinkSamples(2, samples, overlaps)).links[0].processor == pytest.approx(processor, rel=1e-3)
 
