@@ -238,7 +238,7 @@ class CompiledProgram:
         if worker.live is not None and worker.rank.index == 0:
             own = self._settings.cluster
             source = own if isinstance(own, str | Path) else None
-            worker.live.expected = expected(self.program, self._settings.place, source)
+            worker.live.expected = expected(self.program, self.analysed, self._settings.place, source)
         return worker
 
     def of(self, program: LoweredProgram) -> CompiledProgram:

@@ -13,7 +13,7 @@ from splitc.cost_models.simulation.timeline import simulate
 from splitc.errors import SplitcError
 from splitc.ir.autocast import under_autocast
 from splitc.ir.cluster import Cluster, Unlike
-from splitc.ir.program import LoweredProgram
+from splitc.ir.program import LoweredProgram, Program
 from splitc.passes.place import Place
 from splitc.passes.planner.strategy import parse_strategy
 from splitc.report.what_if import choice_text
@@ -22,8 +22,13 @@ from splitc.runtime.live import Cause, Expected
 _GAIN = 1.05  # times as fast, from which another plan is worth a word
 
 
-def expected(program: LoweredProgram, place: Callable[[], Place], source: str | Path | None) -> Expected:
-    """What rank 0 expects of a compiled program.  place: the pass that chose its plan.  source: of its cluster."""
+def expected(
+    program: LoweredProgram, analysed: Callable[[], Program], place: Callable[[], Place], source: str | Path | None
+) -> Expected:
+    """What rank 0 expects of a compiled program.
+
+    analysed: the program that plans are made of.  place: the pass that chose its plan.  source: of its cluster.
+    """
     plan = program.plan
 
     def note(seconds: float) -> None:
@@ -31,19 +36,19 @@ def expected(program: LoweredProgram, place: Callable[[], Place], source: str | 
             keep(source, run_of(None, plan, Seen(seconds), program.name))
 
     def advise(cause: Cause) -> str:
-        return faster_plan(program, place(), cause)
+        return faster_plan(program, analysed(), place(), cause)
 
     compute = [phases.compute for phases in plan.prediction.phases]
     return Expected(plan.step_seconds, compute, plan.period * plan.accumulate, advise, note)
 
 
-def faster_plan(program: LoweredProgram, place: Place, cause: Cause) -> str:
+def faster_plan(program: LoweredProgram, analysed: Program, place: Place, cause: Cause) -> str:
     """Which plan is faster on the cluster as it is seen, by how much; or that none is."""
     seen = as_seen(place.cluster, cause, place.world)
     try:
-        with under_autocast(program.root, program.autocast):
+        with under_autocast(analysed.root, analysed.autocast):
             asked = replace(place, cluster=seen, strategy=parse_strategy("auto"), fits=None, time_limit=20.0)
-            other = asked.run(program).plan
+            other = asked.run(analysed).plan
     except SplitcError as error:
         return f"no other plan was found for this: {str(error).splitlines()[0]}"
     now = program.plan.global_batch / simulate(program, seen).step_seconds

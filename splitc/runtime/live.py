@@ -2,8 +2,8 @@
 
 Every rank times its steps and what it waits for, and posts the medians of a few steps in the store of the process
 group.  Rank 0 reads what is there: no rank waits for another one, and nothing is sent among them.  It prints a line
-once, then when steps change by more than their noise, and looks for the cause of a drift of 25 %, of the step or of
-what ranks wait in it: ranks that compute for longer than they did, or else transfers that take longer.
+once, then when steps change by more than their noise, and looks for the cause of a change of 12 %, or where
+what ranks wait drifts by 25 %: ranks that compute for longer than they did, or else transfers that take longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 FIRST = 20  # steps, after which there is a line
 WINDOW, LEAST = 10, 0.5  # steps that are taken together, or as many more as take so long (s)
-DRIFT, CHANGE = 0.25, 0.05  # of a step's time: to look for a cause, and to print at least
+DRIFT, CAUSE, CHANGE = 0.25, 0.12, 0.05  # of a step's time: drifts, to look for a cause, and to print at least
 _SLOWER, _TRIES = 1.2, 10  # times as long is a cause; steps in which rank 0 asks for what others have not posted yet
 _NOTED = 50  # steps, after which a training is recorded
 
@@ -143,7 +143,7 @@ class Live:
         else:
             self._shown, self._changes, was = now, False, self._was
             self._say(f"step {_ms(now)}{self._beside_prediction(posted)}")
-            if not was or abs(now / was[0].step - 1) >= DRIFT or waits_drift(was, posted):
+            if not was or abs(now / was[0].step - 1) >= CAUSE or waits_drift(was, posted):
                 self._was = posted
             if was and self._was is posted:
                 cause = cause_of(was, posted)
