@@ -16,45 +16,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 from splitc.cost_models.simulation.cores import Cores
 from splitc.cost_models.simulation.noise import Noise
 from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer, Wait
-from splitc.cost_models.simulation.work import Work, speeds
+from splitc.cost_models.simulation.work import Progress, Rank, Work, speeds
 from splitc.runtime.transport.phases import Phases, Span
-
-
-@dataclass
-class _Rank:
-    """Progress of one rank, and its time by phase (s)."""
-
-    operations: Sequence[Operation]
-    next: int = 0
-    laps: int = 0  # how often it has completed its operations
-    owed: float = 0.0  # processor time of transfers, to be added to the next computation on shared cores
-    compute: float = 0.0
-    waiting: float = 0.0
-    communication: float = 0.0
-    sent: float = 0.0
-    work: Work | None = None  # what it computes
-    flying: dict[Transfer, Work] = field(default_factory=dict)
-    under_way: float = 0.0  # since when there are some
-    pace: float = 1.0  # of transfers
-    blocked: int = 0  # number of unfinished transfers that it waits for
-    since: float = 0.0  # start of the current wait
-    marks: list[Phases] = field(default_factory=list)  # totals at each mark; `step` is the clock
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What has happened to a transfer in the current lap."""
-
-    begun: int = 0  # parties that have begun it
-    ready: tuple[float, float, int] = (0.0, 0.0, 0)  # the last of their begins: time, since, turn (`Simulation._at`)
-    ended: int = 0  # in how many laps
-    waiters: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -99,14 +68,14 @@ class Simulation:
         laps: int = 1,
         noise: Sequence[Noise] = (),
     ) -> None:
-        self.ranks = [_Rank(program) for program in programs]
+        self.ranks = [Rank(program) for program in programs]
         self.spans: list[Span] = []
         self._record, self._laps, self._noise = record, laps, noise
         self._cores = None if cores is None else Cores(cores)
         self._events: list[tuple[float, int, float, int, int, _Event]] = []  # (time, order, since, turn, number, what)
         self._number = self._ticks = 0
         begun = {each.transfer: None for program in programs for each in program if isinstance(each, Begin)}
-        self._progress = {transfer: _Progress() for transfer in begun}
+        self._progress = {transfer: Progress() for transfer in begun}
         self._runs_ahead = cores is None and not any(transfer.processor for transfer in begun)
         self._busy: set[int] = set()
         self._queues: dict[int, dict[Transfer, None]] = {}

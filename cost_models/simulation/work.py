@@ -1,4 +1,4 @@
-"""What one core does at the same time: it computes, and takes part in transfers that cost processor time.
+"""Progress of ranks and transfers, and what one core does at the same time: computing, and its part of transfers.
 
     U = sum of processor / seconds      demand of a rank's transfers in flight
     c = max(1 - U, 1/3)                 speed of its computing meanwhile
@@ -11,10 +11,11 @@ ranks have little of a core, calibration finds U > 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from splitc.cost_models.simulation.operations import Compute, Transfer
+from splitc.cost_models.simulation.operations import Compute, Operation, Transfer
+from splitc.runtime.transport.phases import Phases
 
 _LEAST = 1 / 3
 
@@ -40,6 +41,37 @@ class Work:
         self.left = max(0.0, self.left - (now - self.since) * self.speed)
         self.speed, self.since, self.due = speed, now, now + self.left / speed
         return True
+
+
+@dataclass
+class Rank:
+    """Progress of one rank, and its time by phase (s)."""
+
+    operations: Sequence[Operation]
+    next: int = 0
+    laps: int = 0  # how often it has completed its operations
+    owed: float = 0.0  # processor time of transfers, to be added to the next computation on shared cores
+    compute: float = 0.0
+    waiting: float = 0.0
+    communication: float = 0.0
+    sent: float = 0.0
+    work: Work | None = None  # what it computes
+    flying: dict[Transfer, Work] = field(default_factory=dict)
+    under_way: float = 0.0  # since when there are some
+    pace: float = 1.0  # of transfers
+    blocked: int = 0  # number of unfinished transfers that it waits for
+    since: float = 0.0  # start of the current wait
+    marks: list[Phases] = field(default_factory=list)  # totals at each mark; `step` is the clock
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has happened to a transfer in the current lap."""
+
+    begun: int = 0  # parties that have begun it
+    ready: tuple[float, float, int] = (0.0, 0.0, 0)  # the last of their begins: time, since, turn (`Simulation._at`)
+    ended: int = 0  # in how many laps
+    waiters: list[int] = field(default_factory=list)
 
 
 def speeds(flying: Iterable[Transfer]) -> tuple[float, float]:
