@@ -13,7 +13,7 @@ place t, once however many layers read it there.  m: microbatches.  a: batches t
     role[i] <= role[j]                              along every edge i -> j                          (6)
     sum_s z[v,s,t] >= x of a reader that needs t;  z[v,s,t] <= x of its maker that makes s           (7)
     role[i] = role[j]                               i and j cannot be parted                         (8)
-    x[i, divided by d] = x[j, divided by d]         i and j share a parameter; d: `Option.divides`   (9)
+    x[i, in way w] = x[j, in way w]                 i and j share a parameter; w: `Option.way`       (9)
     every role has a layer with parameters                                                          (10)
     sum memory x + sum memory z <= memory           on each class of ranks                          (11)
     some layer has what the strategy is for                                                         (12)

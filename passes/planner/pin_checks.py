@@ -145,17 +145,26 @@ def unreplicated(request: Request) -> list[str]:
     return found
 
 
-def no_linear(request: Request, strategy: str, what: str, left: str, keeps: Callable[[Pin], bool]) -> list[str]:
-    """Why a strategy has no linear layer to divide or multiply late.
+def no_linear(
+    request: Request,
+    strategy: str,
+    what: str,
+    left: str,
+    keeps: Callable[[Pin], bool],
+    layers: Iterable[str] | None = None,
+    kind: str = "linear layer",
+) -> list[str]:
+    """Why a strategy has no linear layer to divide, or other layers of a kind to multiply late.
 
     what: that one must do.  left: that none is left, where each of them has a pin that `keeps` it as it is.
     """
-    trained = [layer for layer in request.linears if request.gradient_of(layer)]
+    among = request.linears if layers is None else layers
+    trained = [layer for layer in among if request.gradient_of(layer)]
     if why := too_small(request, strategy):
         return why
     if not trained:
-        return [f"no linear layer of the model {what}"]
+        return [f"no {kind} of the model {what}"]
     if not all(keeps(request.pins.get(layer, UNPINNED)) for layer in trained):
         return []
-    patterns = dict.fromkeys(pin.pattern for layer, pin in request.pins.items() if layer in request.linears)
+    patterns = dict.fromkeys(pin.pattern for layer, pin in request.pins.items() if layer in among)
     return [left + (f" (pin {', '.join(map(repr, patterns))})" if patterns else "")]

@@ -54,6 +54,11 @@ class Option:
     def moving(self) -> float:
         return self.there + self.back
 
+    @property
+    def way(self) -> int | str | None:
+        """How it uses a parameter, which other layers that share it then do too; None: on each rank's examples."""
+        return self.divides if self.sync in ("all_reduce", "none") else self.sync
+
 
 @dataclass(frozen=True)
 class Move:
@@ -256,9 +261,9 @@ class Equations:
                     a, b = (self.having(layer, lambda o, r=role: o.role >= r) for layer in (i, j))
                     yield f"{name}_{i}_to_{j}_{role}", a <= b if name == "eq6" else a == b
         for i, j in dict.fromkeys(problem.tied):
-            for dim in sorted({o.divides for layer in (i, j) for o in problem.options[layer]} - {None}, key=str):
-                a, b = (self.having(layer, lambda o, d=dim: o.divides == d) for layer in (i, j))
-                yield f"eq9_{i}_{j}_{dim}", a == b
+            for way in sorted({o.way for layer in (i, j) for o in problem.options[layer]} - {None}, key=str):
+                a, b = (self.having(layer, lambda o, w=way: o.way == w) for layer in (i, j))
+                yield f"eq9_{i}_{j}_{way}", a == b
         for role in sorted(problem.filled):
             owners = (self.having(layer, lambda o, r=role: o.role == r) for layer in sorted(problem.parameters))
             yield f"eq10_{role}", self.total(owners) >= 1

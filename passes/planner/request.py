@@ -18,7 +18,7 @@ from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling
 from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.graph import tensor_spec
 from splitc.ir.layers import StateTensor
-from splitc.ir.linears import Linear, divisible_layers, linear_layers
+from splitc.ir.linears import Linear, Table, divisible_layers, late_layers, linear_layers
 from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
 from splitc.ir.shares import share_out
@@ -153,6 +153,10 @@ class Request:
         """Bytes of the gradient of all parameters that the layer uses, tied ones too."""
         return gradient_nbytes(self.program.tensors[name] for name in self.program.layer(layer).tensors)
 
+    def shares(self, layer: str) -> bool:
+        """Whether other layers use a parameter of a layer too."""
+        return any(self.program.users[name] > 1 for name in self.program.layer(layer).tensors)
+
     @cached_property
     def held(self) -> dict[str, tuple[StateTensor, ...]]:
         """Layer -> its parameters and buffers; what several layers use belongs to the first."""
@@ -166,8 +170,13 @@ class Request:
 
     @cached_property
     def linears(self) -> dict[str, tuple[Linear, ...]]:
-        """The layers that can be divided or late-multiplied -> their uses."""
+        """The linear layers that own their weights -> their uses."""
         return linear_layers(self.program)
+
+    @cached_property
+    def late(self) -> dict[str, tuple[Linear | Table, ...]]:
+        """The layers that can be late-multiplied -> their uses."""
+        return late_layers(self.program)
 
     @cached_property
     def divisible(self) -> frozenset[str]:
@@ -188,11 +197,12 @@ class Request:
     def _numbers(self, layer: str) -> object:
         """All that the price and the memory of a layer come from."""
         held = tuple(replace(tensor, name="", names=()) for tensor in self.held[layer])
-        used = tuple((tensor_spec(use.value), tensor_spec(use.node)) for use in self.linears.get(layer, ()))
+        used = tuple(tuple(map(tensor_spec, (*u.values, u.node))) for u in self.late.get(layer, ()))
         kind = self.dividing.get(layer)
         divided = kind and (kind.outputs, tuple(kind.splits.items()), kind.features, kind.classes)
         of_batch = layer == self.program.in_batch
-        return self.program.costs[layer], self.dtypes[layer], held, self.gradient_of(layer), used, divided, of_batch
+        of_others = self.gradient_of(layer), self.shares(layer)
+        return self.program.costs[layer], self.dtypes[layer], held, of_others, used, divided, of_batch
 
     @cached_property
     def dtypes(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ from torch import fx
 
 from splitc.ir import comm_ops
 from splitc.ir.features import features
-from splitc.ir.graph import info, op_name, tensors_of_node
+from splitc.ir.graph import info, tensors_of_node
 from splitc.ir.interpreter import shapes_at
 from splitc.ir.plan_checks import decision_problems
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program
@@ -108,7 +108,7 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
             for sync, verb in SUMS.items()
         }
         for node in filter(comm_ops.finish_of, nodes):
-            ways.setdefault(op_name(node), []).extend(str(parameter.target) for parameter in node.args[1:])
+            ways.setdefault("late_multiply", []).extend(str(parameter.target) for parameter in node.args[1:])
         own = {name for n in nodes if info(n).state is State.BATCH for name in tensors_of_node(program, n)}
         summed_over_all = {name for stage in stages for name in stage.own_sums}
         held = {name for stage in stages for name in stage.tensors}

@@ -45,6 +45,27 @@ def late_multiply(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return torch.nn.functional.linear(value, weight, bias)
 
 
+def late_embedding(
+    indices: torch.Tensor, weight: torch.Tensor, *, padding_idx: int | None = None, sparse: bool = False
+) -> torch.Tensor:
+    """Look up rows of a table.  Backward all-gathers indices and output errors; every rank adds them to its rows."""
+    return F.embedding(indices, weight, padding_idx, sparse=sparse)
+
+
+def late_embedding_bag(
+    indices: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    mode: str,
+    per_sample_weights: torch.Tensor | None = None,
+    padding_idx: int | None = None,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """Sum or average rows of bags, whose indices and weights, and the bags' errors, are all-gathered likewise."""
+    options: dict[str, Any] = {"mode": mode, "padding_idx": padding_idx, "sparse": sparse}
+    return F.embedding_bag(indices, weight, per_sample_weights=per_sample_weights, **options)
+
+
 def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Apply a linear layer of which only this rank has a part; its gradient is computed while others travel."""
     return torch.nn.functional.linear(value, weight, bias)
@@ -199,7 +220,7 @@ class CommOp:
     collective, one after the other; both of a transition see `transition_of`.
     draws: it draws random numbers.  denominator: its result is the same on all ranks of a role.
     finish: the action after the last backward that waits for the inputs and output errors of all its nodes in a stage,
-    which travel in one gather, and multiplies them.
+    which travel in a gather of each dtype, and makes gradients of them.
     """
 
     collective: Collective = Collective.NONE
@@ -217,7 +238,10 @@ NODES: dict[Callable[..., Any], CommOp] = {
     send: CommOp(Collective.SEND, Among.PAIR, Collective.RECV, in_stage=False),
     recv: CommOp(Collective.RECV, Among.PAIR, Collective.SEND, in_stage=False),
     **{each: CommOp(forward_collective(each), Among.GROUP) for each in TRANSITIONS},
-    late_multiply: CommOp(among=Among.REPLICAS, backward=Collective.ALL_GATHER, finish="multiply"),
+    **dict.fromkeys(
+        (late_multiply, late_embedding, late_embedding_bag),
+        CommOp(among=Among.REPLICAS, backward=Collective.ALL_GATHER, finish="multiply"),
+    ),
     batch_norm: CommOp(_SUM, Among.REPLICAS, _SUM, tensors=_statistics),
     all_reduce_scalar: CommOp(_SUM, Among.REPLICAS, denominator=True),
     global_weight: CommOp(_SUM, Among.REPLICAS, denominator=True),

@@ -6,9 +6,12 @@ fc6 = linear(x, weight, bias)
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -38,6 +41,30 @@ class Linear:
     value: fx.Node
     weight: str
     bias: str | None
+    late: ClassVar[str] = "late_multiply"
+
+    @property
+    def values(self) -> tuple[fx.Node, ...]:
+        """What the gradients of its parameters follow from, with the error of its output."""
+        return (self.value,)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows that are looked up in a table, or sums or means of bags of so many rows each.
+
+    values: as of a `Linear`: the indices, and the weights of rows that are summed.  options: of the function.
+    """
+
+    node: fx.Node
+    values: tuple[fx.Node, ...]
+    weight: str
+    options: Mapping[str, Any]
+
+    @property
+    def late(self) -> str:
+        """The name of the communication op, as it is of a `Linear`."""
+        return "late_embedding_bag" if "mode" in self.options else "late_embedding"
 
 
 def as_linear(program: Program, node: fx.Node) -> Linear | None:
@@ -51,7 +78,7 @@ def as_linear(program: Program, node: fx.Node) -> Linear | None:
     if node.target is not F.linear:
         return None
     value, weight, bias = _operands(node)
-    parameters = {alias for h in program.tensors.values() if h.parameter for alias in (h.name, *h.names)}
+    parameters = _parameter_names(program)
     given = [weight] if bias is None else [weight, bias]
     if not all(isinstance(each, fx.Node) and each.op == "get_attr" and each.target in parameters for each in given):
         return None
@@ -64,16 +91,74 @@ def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
     return given["input"], given["weight"], given.get("bias")
 
 
+def as_table(program: Program, node: fx.Node) -> Table | None:
+    """`node` as rows of a table; None when it is none, or for bags of unlike sizes, and of which the maximum is taken.
+
+    Which row of a bag is the largest, and how GPUs add its gradient, need not be alike on all ranks.
+    """
+    if (module := called_module(program.root, node)) is not None:
+        if type(module) not in (nn.Embedding, nn.EmbeddingBag):
+            return None
+        given = vars(module) | arguments_of(node, "input", "offsets", "per_sample_weights")
+        names, weight = ("mode",) * isinstance(module, nn.EmbeddingBag), f"{node.target}.weight"
+    elif node.target in (F.embedding, F.embedding_bag):
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        given, names = bound.arguments, ("mode",) * (node.target is F.embedding_bag)
+        read = given["weight"]
+        if not (isinstance(read, fx.Node) and read.op == "get_attr" and read.target in _parameter_names(program)):
+            return None
+        weight = str(read.target)
+    else:
+        return None
+    values = tuple(given[name] for name in ("input", "per_sample_weights") if given.get(name) is not None)
+    if not all(isinstance(value, fx.Node) and value.op != "get_attr" for value in values):
+        return None
+    is_one_size = not names or (given.get("offsets") is None and len(shape_of(values[0])) == 2)
+    rows = program.tensors[program.first_names[weight]].shape[0]
+    if not is_one_size or given.get("mode") == "max" or rows >= 2**31:  # indices travel in 32 bits
+        return None
+    found = ((name, given.get(name)) for name in (*names, "per_sample_weights", "padding_idx", "sparse"))
+    return Table(node, values, weight, {name: v for name, v in found if v is not None and v is not False})
+
+
+def _parameter_names(program: Program) -> set[str]:
+    return {alias for h in program.tensors.values() if h.parameter for alias in (h.name, *h.names)}
+
+
+def as_late(program: Program, node: fx.Node) -> Linear | Table | None:
+    """`node` as what can be late-multiplied: the gradients of its parameters follow from its values and its error."""
+    return as_linear(program, node) or as_table(program, node)
+
+
 def linear_layers(program: Program) -> dict[str, tuple[Linear, ...]]:
     """The layers whose parameters only linear nodes read, and which share none with another layer -> these nodes."""
+    alone = (layer for layer in program.layers if all(program.users[name] == 1 for name in layer.tensors))
+    return _layers(program, alone, as_linear)
+
+
+def late_layers(program: Program) -> dict[str, tuple[Linear | Table, ...]]:
+    """The layers whose parameters only linear layers and tables read, in other layers too -> these nodes."""
+    found = _layers(program, program.layers, as_late)
+    others = {name for layer in program.layers if layer.name not in found for name in layer.tensors}
+    return {name: uses for name, uses in found.items() if others.isdisjoint(program.layer(name).tensors)}
+
+
+Use = TypeVar("Use", bound=Linear | Table)
+
+
+def _layers(
+    program: Program, layers: Iterable[Layer], known: Callable[[Program, fx.Node], Use | None]
+) -> dict[str, tuple[Use, ...]]:
     nodes = {node.name: node for node in program.graph.nodes}
-    alone = [layer for layer in program.layers if all(program.users[name] == 1 for name in layer.tensors)]
-    return {layer.name: uses for layer in alone if (uses := _uses(program, layer, nodes))}
+    return {layer.name: uses for layer in layers if (uses := _uses(program, layer, nodes, known))}
 
 
-def _uses(program: Program, layer: Layer, nodes: dict[str, fx.Node]) -> tuple[Linear, ...]:
-    """The linear nodes of a layer; none when another node reads one of its parameters or buffers."""
-    uses: list[Linear] = []
+def _uses(
+    program: Program, layer: Layer, nodes: dict[str, fx.Node], known: Callable[[Program, fx.Node], Use | None]
+) -> tuple[Use, ...]:
+    """The known nodes of a layer; none when another node reads one of its parameters or buffers."""
+    uses: list[Use] = []
     for name in layer.nodes:
         node = nodes[name]
         reads = [n for n in node.all_input_nodes if n.op == "get_attr" and not info(n).copied_to_each_stage]
@@ -82,25 +167,38 @@ def _uses(program: Program, layer: Layer, nodes: dict[str, fx.Node]) -> tuple[Li
             continue  # a moving average of the weight, say
         if not (reads if module is None else any(True for _ in module.parameters())):
             continue
-        linear = as_linear(program, node)
-        if linear is None or not _is_batch_first(linear.value):
+        use = known(program, node)
+        if use is None or not all(map(_is_batch_first, (node, *use.values))) or len(shape_of(node)) < 2:
             return ()
-        uses.append(linear)
+        uses.append(use)
     return tuple(uses)
 
 
 def _is_batch_first(value: fx.Node) -> bool:
-    """Whether the batch is the first dim of a value that has further dims."""
     spec = info(value).spec
-    return isinstance(spec, TensorSpec) and spec.batch_dim == 0 and len(spec.shape) > 1
+    return isinstance(spec, TensorSpec) and spec.batch_dim == 0
 
 
-def parameter_nodes(graph: fx.Graph, linear: Linear) -> tuple[fx.Node, fx.Node | None]:
+def factors(node: fx.Node, weight_trained: bool = True) -> list[tuple[int, torch.dtype]]:
+    """Return the numbers of an example, and their dtype, of each factor that a late-multiplied node sends.
+
+    Its values, in the dtype of its error or, of indices, in 32 bits, where its weight is trained; and its error.
+    """
+    error = tensor_spec(node)
+    values = [tensor_spec(each) for each in node.all_input_nodes if each.op != "get_attr"] if weight_trained else []
+    sizes = [spec.nbytes(1) // spec.dtype.itemsize for spec in (*values, error)]
+    dtypes = [error.dtype if spec.dtype.is_floating_point or spec.dtype.is_complex else torch.int32 for spec in values]
+    return list(zip(sizes, (*dtypes, error.dtype), strict=True))
+
+
+def parameter_nodes(graph: fx.Graph, use: Linear | Table) -> tuple[fx.Node, fx.Node | None]:
     """The nodes of weight and bias; they are created before a layer that is a module."""
-    if linear.node.op != "call_module":
-        return _operands(linear.node)[1:]
-    weight = _parameter(graph, linear.node, linear.weight)
-    return weight, None if linear.bias is None else _parameter(graph, linear.node, linear.bias)
+    bias = use.bias if isinstance(use, Linear) else None
+    if use.node.op != "call_module":
+        given = {str(each.target): each for each in use.node.all_input_nodes if each.op == "get_attr"}
+        return given[use.weight], None if bias is None else given[bias]
+    weight = _parameter(graph, use.node, use.weight)
+    return weight, None if bias is None else _parameter(graph, use.node, bias)
 
 
 def _parameter(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:

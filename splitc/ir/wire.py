@@ -5,7 +5,6 @@ What happens once a round or an update is there once, and says how often in a st
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -17,6 +16,7 @@ from torch import fx
 from splitc.ir.comm_ops import Call, CommOp, batch_norm, op_of
 from splitc.ir.features import features
 from splitc.ir.graph import has_own_code, info, is_entry, starts_at_once, tensor_spec
+from splitc.ir.linears import factors
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.schedule.actions import Action
@@ -202,18 +202,19 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
 
 
 def _packs(program: PlacedProgram, role: str, rank: int, late: Sequence[fx.Node], payload: Payload) -> Iterator[WireOp]:
-    """Yield the inputs X and errors E of nodes, those of one dtype together; X is gathered in the dtype of E."""
+    """Yield the factors of nodes, those of one dtype together."""
     plan, payload, gather = program.plan, replace(payload, what=What.LATE), Collective.ALL_GATHER
     ranks, everyone = plan.replicas(role, rank), plan.batch_offsets[role][-1]
-    for dtype in dict.fromkeys(tensor_spec(node).dtype for node in reversed(late)):
-        rows: dict[str, int] = defaultdict(int)  # layer -> elements of one example
-        for node in (node for node in reversed(late) if tensor_spec(node).dtype == dtype):
-            value, weight, *_ = node.all_input_nodes
-            for factor in (value, node) if program.tensors[str(weight.target)].trainable else (node,):
-                rows[info(node).layer] += tensor_spec(factor).nbytes(1) // tensor_spec(factor).dtype.itemsize
-        total = sum(rows.values())
+    rows: dict[torch.dtype, dict[str, int]] = {}  # dtype -> layer -> elements of one example
+    for node in reversed(late):
+        weight = next(each for each in node.all_input_nodes if each.op == "get_attr")
+        for numel, dtype in factors(node, program.tensors[program.first_names[str(weight.target)]].trainable):
+            layers = rows.setdefault(dtype, {})
+            layers[info(node).layer] = layers.get(info(node).layer, 0) + numel
+    for dtype, layers in rows.items():
+        total = sum(layers.values())
         own = plan.batch(role, rank) * total * dtype.itemsize
-        packed = tuple((layer, numel / total) for layer, numel in rows.items())
+        packed = tuple((layer, numel / total) for layer, numel in layers.items())
         sent, shape = gather.sent(own, own, len(ranks)), (everyone * total,)
         yield WireOp("collective", payload, ranks, shape, dtype, sent, None, gather, packed=packed)
 

@@ -1,13 +1,12 @@
-"""Replicated and all-reduced, and linear layers that are late-multiplied; one at least (Practical Lessons 2.1)."""
+"""Replicated and all-reduced, and linear layers and tables that are late-multiplied; one at least (Lessons 2.1)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from splitc.ir.graph import tensor_spec
 from splitc.ir.layers import Layer
-from splitc.ir.linears import as_linear
+from splitc.ir.linears import Linear, factors, late_layers
 from splitc.ir.placements import SYNCS_OF_A_LAYER
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
@@ -32,33 +31,49 @@ class Late(Sync):
         return 1 + (ranks - 1) / 3  # of the three products, one is of all ranks' examples
 
     def options(self, request: Request, division: Division, role: int, layer: str, memory: Memory) -> Iterator[Option]:
-        if layer not in request.linears or (role and division.order.pieces > 1):
+        is_tied = len(division.roles) > 1 and request.shares(layer)  # then roles may have copies
+        if layer not in request.late or is_tied or (role and division.order.pieces > 1):
             return
-        r, uses = division.roles[role], request.linears[layer]
+        r, uses = division.roles[role], request.late[layer]
         kinds = busiest(request, r, division.busy)
         examples, times = r.bounds[-1], times_of(request, division, role, layer, kinds)
-        specs = [tensor_spec(node) for use in uses for node in (use.value, use.node)]
-        gathered = sum(spec.nbytes(examples) for spec in specs)
-        more = ((examples / each.batch - 1) / 3 for each in kinds)
-        late = [(forward, back + part * (forward + back)) for (forward, back), part in zip(times, more, strict=True)]
+        sizes = [size for use in uses for size in factors(use.node)]
+        gathered = [
+            examples * sum(numel for numel, each in sizes if each is dtype) * dtype.itemsize
+            for dtype in dict.fromkeys(dtype for _, dtype in sizes)
+        ]
+        if any(isinstance(use, Linear) for use in uses):
+            more = ((examples / each.batch - 1) / 3 for each in kinds)
+            late = [
+                (forward, back + part * (forward + back)) for (forward, back), part in zip(times, more, strict=True)
+            ]
+        else:  # a backward of all ranks' rows
+            backs = times_of(request, division, role, layer, kinds, len(r.ranks))
+            late = [(there, back) for (there, _), (_, back) in zip(times, backs, strict=True)]
         forward, backward = slowest_of(late)
         yield Option(
             role, sync=NAME, forward=forward, backward=backward,
-            syncing=request.accumulate * request.all_gather_seconds(gathered, r.ranks), memory=memory(gathered),
+            syncing=request.accumulate * sum(request.all_gather_seconds(each, r.ranks) for each in gathered),
+            memory=memory(sum(gathered)),
         )  # fmt: skip
 
     def unmet(self, request: Request, layer: str, pin: Pin, size: int | None) -> Iterator[str]:
-        if request.gradient_of(layer) and layer not in request.linears:
-            yield "asks ... to be late-multiplied, but only linear layers of their own weight can be"
+        if request.gradient_of(layer) and layer not in request.late:
+            yield "asks ... to be late-multiplied, but only linear layers and tables of their own weight can be"
         elif pin.grouped:
             yield "asks for groups and for late multiply of ..., but only what all ranks have whole is late-multiplied"
         elif size is None and pin.stage == 1:
             yield "asks for late multiply of ... on one rank, where there is nothing to gather"
 
     def misfits(self, program: Program, plan: Plan, layer: Layer) -> Iterator[str]:
-        role, nodes = plan.placements[layer.name].role, {node.name: node for node in program.graph.nodes}
-        if role in plan.groups or not any(as_linear(program, nodes[name]) for name in layer.nodes):
-            yield f"placements: {layer.name} has sync {NAME!r}, which linear layers in roles without groups have"
+        role = plan.placements[layer.name].role
+        if role in plan.groups or layer.name not in late_layers(program):
+            which = "which linear layers and tables in roles without groups have"
+            yield f"placements: {layer.name} has sync {NAME!r}, {which}"
+        shared = {name for name in layer.tensors if program.users[name] > 1 and program.tensors[name].trainable}
+        for other in (each for each in program.layers if not shared.isdisjoint(each.tensors)):
+            if (plan.placements[other.name].role, plan.placements[other.name].sync) != (role, NAME):
+                yield f"placements: {layer.name} has sync {NAME!r}, but {other.name}, which shares a parameter, has not"
         if plan.in_pieces and not set(plan.batch_offsets[plan.reader]).issuperset(plan.batch_offsets[role]):
             yield (
                 f"microbatches is {plan.microbatches}, but {layer.name} is multiplied late in role {role}, whose ranks "
@@ -92,10 +107,9 @@ class LateMultiply(Strategy):
         return replace(space, allows=allows, wanted=(("sync", frozenset({NAME})),))
 
     def impossible(self, request: Request) -> list[str]:
-        left = "no linear layer is left to multiply late"
-        why = no_linear(
-            request, self.name, "trains a weight of its own", left, lambda pin: pin.sync in ("all_reduce", "none")
-        )
+        left = "no linear layer or table is left to multiply late"
+        kind, keeps = "linear layer or table", lambda pin: pin.sync in ("all_reduce", "none")
+        why = no_linear(request, self.name, "trains a weight of its own", left, keeps, request.late, kind)
         return super().impossible(request) + why
 
     def unfollowed(self, request: Request) -> list[str]:
@@ -103,11 +117,19 @@ class LateMultiply(Strategy):
 
 
 def _worth_multiplying(request: Request) -> frozenset[str]:
-    """The linear layers for which late multiply takes less than an all-reduce, without overlap; all where none does."""
+    """The layers for which late multiply takes less than an all-reduce, without overlap; all where none does.
+
+    Those that share a parameter, together.
+    """
     known = role_options(request, cut_rules(request.program), all_ranks(request), 0)
-    seconds = {
+    gains = {
         layer: {option.sync: option.computing + option.syncing for option in known[layer]}
-        for layer in request.linears
+        for layer in request.late
         if any(option.sync == NAME for option in known[layer])
     }
-    return frozenset(layer for layer, by in seconds.items() if by[NAME] < by["all_reduce"]) or frozenset(seconds)
+    tensors = {layer: {*request.program.layer(layer).tensors} for layer in gains}
+    return frozenset(
+        layer
+        for layer in gains
+        if sum(by[NAME] - by["all_reduce"] for other, by in gains.items() if tensors[layer] & tensors[other]) < 0
+    ) or frozenset(gains)

@@ -151,7 +151,7 @@ def test_what_does_not_fit_the_model_is_told_by_layer_and_field() -> None:
     with pytest.raises(LaunchError, match="placements: 0 has sync 'none', but ranks train copies of it"):
         follow("0", sync="none")
     with pytest.raises(
-        LaunchError, match="placements: 4 has sync 'late_multiply', which linear layers in roles without"
+        LaunchError, match="placements: 4 has sync 'late_multiply', which linear layers and tables in roles without"
     ):
         follow("4", sync="late_multiply")
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm.role import Part
@@ -19,15 +23,46 @@ class LateMultiplyComm(Part):
 
     def late_multiply(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear layer whose weight gradient is computed from all replicas' inputs and output errors."""
-        (first, last), replicas = self.examples.own, self.role.replicas
-        rows = self.examples.rows_of(replicas.ranks, own := value[..., 0].numel() // max(last - first, 1))
-        if not all(examples := self.examples.rows_of(replicas.ranks)):  # then one without knows no rows of an example
-            each = replicas.all_reduce_scalar(torch.tensor(own, device=value.device))
-            rows = [number * (int(each) // (len(rows) - examples.count(0))) for number in examples]
+        rows = self._rows(value[..., 0].numel())
         return self._late.linear(value, weight, bias, rows=rows, is_last=self.examples.is_last)
 
+    def late_embedding(
+        self, indices: Tensor, weight: Tensor, *, padding_idx: int | None = None, sparse: bool = False
+    ) -> Tensor:
+        """`F.embedding` whose gradient is computed from all replicas' indices and output errors."""
+        look_up, rows = partial(F.embedding, padding_idx=padding_idx, sparse=sparse), self._rows(indices.numel())
+        return self._late.table(look_up, weight, indices, rows=rows, is_last=self.examples.is_last)
+
+    def late_embedding_bag(
+        self,
+        indices: Tensor,
+        weight: Tensor,
+        *,
+        mode: str,
+        per_sample_weights: Tensor | None = None,
+        padding_idx: int | None = None,
+        sparse: bool = False,
+    ) -> Tensor:
+        """`F.embedding_bag` of bags of one size likewise; the errors of bags travel, not those of their rows."""
+
+        def look_up(rows: Tensor, table: Tensor, weights: Tensor | None = None) -> Tensor:
+            options: dict[str, Any] = {"mode": mode, "padding_idx": padding_idx, "sparse": sparse}
+            return F.embedding_bag(rows, table, per_sample_weights=weights, **options)
+
+        values = (indices,) if per_sample_weights is None else (indices, per_sample_weights)
+        return self._late.table(look_up, weight, *values, rows=self._rows(len(indices)), is_last=self.examples.is_last)
+
+    def _rows(self, own: int) -> list[int]:
+        """How many rows each replica has of a value of which this one has `own`."""
+        (first, last), replicas = self.examples.own, self.role.replicas
+        rows = self.examples.rows_of(replicas.ranks, own := own // max(last - first, 1))
+        if not all(examples := self.examples.rows_of(replicas.ranks)):  # then one without knows no rows of an example
+            each = replicas.all_reduce_scalar(torch.tensor(own, device=self.role.transport.device))
+            rows = [number * (int(each) // (len(rows) - examples.count(0))) for number in examples]
+        return rows
+
     def multiply(self) -> None:
-        """Compute the gradients of late-multiplied layers, after the last microbatch: W' = E^T X."""
+        """Compute the gradients of late-multiplied layers, after the last microbatch: W' = E^T X, rows of E."""
         if self.examples.is_last:
             self._late.finish()
 

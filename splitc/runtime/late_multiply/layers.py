@@ -1,8 +1,9 @@
-"""Late multiply: replicas of a linear layer exchange the factors of its weight gradient, not the gradient.
+"""Late multiply: replicas of a layer exchange the factors of its weight gradient, not the gradient.
 
 The gradient of a weight (out, in) is E^T X, for inputs X (rows, in) and output errors E (rows, out).  Where the layer
 is wide and the batch small, X and E of all replicas are fewer bytes than the gradient (Practical Lessons, section 2.1):
-each replica gathers them, and multiplies late, once.
+each replica gathers them, and multiplies late, once.  The gradient of a table of rows is E, added to the rows that were
+looked up: its factors are E and the indices, and the weights of rows in bags.
 
 The factors of all late-multiplied layers of one dtype travel in one gather.  It starts in backward when the last error
 is there, before the layers below go backward.  `finish` waits for it and multiplies.
@@ -42,7 +43,7 @@ class LateMultiply:
         self.transport = transport
         self._awaited = 0  # uses whose errors are to come
         self._uses: list[_Use] = []  # those whose errors have come
-        self._packs: list[tuple[list[_Use], Sequence[Tensor], Work]] = []  # under way
+        self._gathers: list[Work] = []  # under way
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: Sequence[int], is_last: bool = True
@@ -55,22 +56,47 @@ class LateMultiply:
         a single rank this is plain `F.linear`.
         Raises ValueError when `rows` do not fit the replicas or `x`.
         """
-        if len(rows) != len(self.ranks) or rows[self.index] * weight.size(1) != x.numel():
-            raise ValueError(
-                f"late multiply of {describe(x)} with weight {describe(weight)} on replica {self.index} of "
-                f"{len(self.ranks)}, but the replicas' rows are {list(rows)}"
-            )
+        self._require(rows, x.numel() // max(weight.size(1), 1), f"late multiply of {describe(x)}", weight)
         parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
         if len(self.ranks) == 1 or not parameters or not torch.is_grad_enabled():
             return F.linear(x, weight, bias)
         y = F.linear(x, weight.detach(), None if bias is None else bias.detach())
         # Under autocast the layer multiplies in y's dtype; X travels and is kept in it too.
-        inputs = x.detach().to(y.dtype) if weight.requires_grad else None
+        inputs = [x.detach().to(y.dtype)] if weight.requires_grad else []
+        trained = bias if bias is not None and bias.requires_grad else None
+        return self._watched(y, inputs, partial(_multiply, weight, trained), rows, is_last)
+
+    def table(
+        self, look_up: Callable[..., Tensor], weight: Tensor, *values: Tensor, rows: Sequence[int], is_last: bool = True
+    ) -> Tensor:
+        """`look_up(indices, weight, *weights)` of the `values`, of which the table's gradient comes with `finish`.
+
+        rows, is_last, raises: as of `linear`; a bag is one row.
+        """
+        indices, *weights = values
+        y = look_up(indices, weight.detach(), *weights)
+        self._require(rows, y.numel() // max(weight.size(1), 1), f"late look-up of {describe(indices)}", weight)
+        if len(self.ranks) == 1 or not weight.requires_grad or not torch.is_grad_enabled():
+            return look_up(indices, weight, *weights)
+        of_rows = indices.reshape(-1, 1) if y.dim() > indices.dim() else indices
+        factors = [of_rows.int(), *(each.detach() for each in weights)]
+        return self._watched(y, factors, partial(_add_rows, look_up, weight), rows, is_last)
+
+    def _require(self, rows: Sequence[int], own: int, what: str, weight: Tensor) -> None:
+        if len(rows) != len(self.ranks) or rows[self.index] != own:
+            raise ValueError(
+                f"{what} with weight {describe(weight)} on replica {self.index} of {len(self.ranks)}, but the "
+                f"replicas' rows are {list(rows)}"
+            )
+
+    def _watched(
+        self, y: Tensor, values: Sequence[Tensor], add: Callable[..., None], rows: Sequence[int], is_last: bool
+    ) -> Tensor:
+        """The output `y` of a layer whose factors are `values` and its error, of which `add` makes the gradients."""
         anchor = y.new_empty(0, requires_grad=True)  # so that backward runs here even when x needs no gradient
         self._awaited += 1
-        trained = bias if bias is not None and bias.requires_grad else None
-        arrived = partial(self._arrived, is_last, partial(_Use, weight, trained, rows))
-        watched: Tensor = _WatchError.apply(y, anchor, inputs, arrived)  # type: ignore[no-untyped-call]
+        arrived = partial(self._arrived, is_last, partial(_Use, add, rows))
+        watched: Tensor = _WatchError.apply(y, anchor, arrived, *values)  # type: ignore[no-untyped-call]
         return watched
 
     def finish(self) -> None:
@@ -82,75 +108,90 @@ class LateMultiply:
         with torch.no_grad(), torch.autocast(self.transport.device.type, enabled=False):
             self._gather()
             self._awaited = 0
-            for uses, pieces, work in self._packs:
+            for work in self._gathers:
                 work.wait()
-                sizes = [[use.rows[k] * width for use in uses for width in use.widths] for k in range(len(pieces))]
-                parts = [iter(piece.split(own)) for piece, own in zip(pieces, sizes, strict=True)]
-                for use in uses:
-                    whole = [torch.cat([next(p) for p in parts]).view(sum(use.rows), width) for width in use.widths]
-                    use.add_gradients(whole)
-            self._packs = []
+            for use in self._uses:
+                whole = (
+                    torch.cat(parts).view(sum(use.rows), width)
+                    for parts, width in zip(use.factors, use.widths, strict=True)
+                )
+                use.add(*whole)
+            self._uses, self._gathers = [], []
 
-    def _arrived(self, is_last: bool, use: Callable[..., _Use], inputs: Tensor | None, error: Tensor) -> None:
-        """Note the error of one use, and start to gather after the last."""
-        factors = [each.reshape(-1, each.size(-1)) for each in (inputs, error) if each is not None]
-        self._uses.append(use(factors, [factor.size(1) for factor in factors]))
+    def _arrived(self, is_last: bool, use: Callable[..., _Use], *factors: Tensor) -> None:
+        """Note the factors of one use, and start to gather after the last."""
+        rows = [factor.reshape(-1, factor.size(-1)) for factor in factors]
+        self._uses.append(use([each.size(1) for each in rows], [(each,) for each in rows]))
         self._awaited -= 1
         if is_last and not self._awaited:
             self._gather()
 
     def _gather(self) -> None:
-        """Start one gather for each dtype of the errors that have come."""
-        packs: dict[torch.dtype, list[_Use]] = defaultdict(list)
-        for use in self._uses:
-            packs[use.factors[0].dtype].append(use)
-        self._uses = []
-        for uses in packs.values():
-            sizes = [sum(use.rows[k] * sum(use.widths) for use in uses) for k in range(len(self.ranks))]
-            pieces = uses[0].factors[0].new_empty(sum(sizes)).split(sizes)
-            own = pieces[self.index]
-            torch.cat([factor.reshape(-1) for use in uses for factor in use.factors], out=own)
-            for use in uses:
-                use.factors = ()
-            self._packs.append((uses, pieces, self.transport.all_gather(list(pieces), own, self.ranks)))
+        """Start one gather for each dtype of the factors that have come."""
+        packs: dict[torch.dtype, list[tuple[_Use, int]]] = defaultdict(list)
+        for use in (use for use in self._uses if not use.travels):
+            use.travels = True
+            for k, (factor,) in enumerate(use.factors):
+                packs[factor.dtype].append((use, k))
+        for pack in packs.values():
+            own = [use.factors[k][0].reshape(-1) for use, k in pack]
+            sizes = [[use.rows[r] * use.widths[k] for use, k in pack] for r in range(len(self.ranks))]
+            pieces = own[0].new_empty(sum(map(sum, sizes))).split([*map(sum, sizes)])
+            torch.cat(own, out=pieces[self.index])
+            self._gathers.append(self.transport.all_gather(list(pieces), pieces[self.index], self.ranks))
+            of_ranks = (piece.split(size) for piece, size in zip(pieces, sizes, strict=True))
+            for (use, k), parts in zip(pack, zip(*of_ranks, strict=True), strict=True):
+                use.factors[k] = parts
 
 
-@dataclass
+@dataclass(eq=False)
 class _Use:
-    """One backward through one late-multiplied layer: its parameters, and the factors of their gradients.
+    """One backward through one late-multiplied layer.
 
-    bias: None when it is not trained.  rows: of each replica.  factors: this rank's X (rows, in), where the weight is
-    trained, and E (rows, out), until they are packed.  widths: their features.
+    add: adds the gradients of its parameters, of all replicas' factors.  rows: of each replica.
+    widths: of the factors.  factors: each as this rank's rows, (rows, width), and once it travels those of all.
     """
 
-    weight: Tensor
-    bias: Tensor | None
+    add: Callable[..., None]
     rows: Sequence[int]
-    factors: Sequence[Tensor]
     widths: Sequence[int]
+    factors: list[tuple[Tensor, ...]]
+    travels: bool = False
 
-    def add_gradients(self, factors: Sequence[Tensor]) -> None:
-        """Multiply the factors of all replicas."""
-        *inputs, errors = factors
-        if inputs:
-            add_to_grad(self.weight, errors.t() @ inputs[0].conj())
-        if self.bias is not None:
-            add_to_grad(self.bias, errors.sum(0, dtype=self.bias.dtype))
+
+def _multiply(weight: Tensor, bias: Tensor | None, *factors: Tensor) -> None:
+    """The gradients of a linear layer, of X (rows, in), where the weight is trained, and E (rows, out)."""
+    *inputs, errors = factors
+    if inputs:
+        add_to_grad(weight, errors.t() @ inputs[0].conj())
+    if bias is not None:
+        add_to_grad(bias, errors.sum(0, dtype=bias.dtype))
+
+
+def _add_rows(look_up: Callable[..., Tensor], weight: Tensor, *factors: Tensor) -> None:
+    """The gradient of a table, as torch has it where all replicas' rows are looked up.
+
+    factors: indices (rows, size of a bag), the weights of rows where there are some, E (rows, features).
+    """
+    indices, *weights, errors = factors
+    leaf = weight.detach().requires_grad_()
+    with torch.enable_grad():
+        found = look_up(indices, leaf, *weights)
+    (gradient,) = torch.autograd.grad(found, leaf, errors.view(found.shape))
+    add_to_grad(weight, gradient)
 
 
 class _WatchError(torch.autograd.Function):
-    """The identity on a linear layer's output; its backward notes the error before that goes on.
+    """The identity on a layer's output; its backward notes the error before that goes on.
 
     A function and not a tensor hook: it also runs when `x` needs no gradient, later operations may change the output
     in place, and autograd detects an `x` that was changed in place after it was saved.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, anchor: Tensor, inputs: Tensor | None, arrived: Callable[[Tensor | None, Tensor], None]
-    ) -> Tensor:
+    def forward(ctx: Any, y: Tensor, anchor: Tensor, arrived: Callable[..., None], *values: Tensor) -> Tensor:
         ctx.arrived = arrived
-        ctx.save_for_backward(inputs)
+        ctx.save_for_backward(*values)
         ctx.mark_dirty(y)
         return y
 
@@ -158,4 +199,4 @@ class _WatchError(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
         ctx.arrived(*ctx.saved_tensors, error)
-        return error, None, None, None
+        return error, None, None, *[None] * len(ctx.saved_tensors)

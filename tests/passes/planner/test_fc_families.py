@@ -128,7 +128,7 @@ def test_a_model_without_linear_layers_is_told_so() -> None:
     program = analyse(model, (torch.randn(4, 1, 8, 8),), torch.randint(3, (4,)), F.cross_entropy)
     with pytest.raises(PlacementError, match="no linear layer of the model has parameters of its own"):
         place(program, "modulo_shard")
-    with pytest.raises(PlacementError, match="no linear layer of the model trains a weight of its own"):
+    with pytest.raises(PlacementError, match="no linear layer or table of the model trains a weight of its own"):
         place(program, "late_multiply")
 
 

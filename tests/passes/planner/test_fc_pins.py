@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[str, dict[str, str | Placement], str]] = {
         "mixed", {"fc6": Placement(sync="parameter_server"), "fc7": Placement(holding="sharded")},
         "pin 'fc6' asks for sync 'parameter_server' of fc6, but mixed has only all_reduce, late_multiply, none"),
     "all reduced where late multiply was asked for": (
-        "late_multiply", {"fc*": Placement(sync="all_reduce")}, r"no linear layer is left to multiply late \(pin"),
+        "late_multiply", {"fc*": Placement(sync="all_reduce")}, r"or table is left to multiply late \(pin"),
     "cuts that pins leave none of": (
         "layer_separation(ranks=1+1)", {"*": "conv"}, "in every role and keeps to the pins: conv is pinned by"),
     "no sync of convolutions": ("hybrid_single", {"conv": Placement(sync="none")}, "conv is pinned by 'conv'"),

@@ -210,3 +210,37 @@ def test_an_input_that_changed_in_place_after_its_use_is_noticed() -> None:
             y.sum().backward()
 
     on_replicas(2, replica)
+
+
+@in_one
+@along(rows=ROWS, mode=["", "mean", "sum"])
+def test_tables_have_the_gradients_of_one_process(rows: tuple[int, ...], mode: str) -> None:
+    """Of single rows and of bags, some of them padding, with weights where they are summed; some ranks have none."""
+    table, pad = random(1, 7, 4), 2
+    indices = torch.randint(7, (sum(rows), 3), generator=torch.Generator().manual_seed(2))
+    weights = [random(3, sum(rows), 3)] * (mode == "sum")
+
+    def look_up(i: Tensor, w: Tensor, p: Tensor | None = None) -> Tensor:
+        if not mode:
+            return F.embedding(i, w, pad)
+        return F.embedding_bag(i, w, mode=mode, per_sample_weights=p, padding_idx=pad)
+
+    def run(found: Tensor) -> None:
+        (found**3 * torch.arange(1.0, 5)).sum().backward()
+
+    whole, weighed = table.clone().requires_grad_(), [each.clone().requires_grad_() for each in weights]
+    run(look_up(indices, whole, *weighed))
+
+    def replica(late: LateMultiply, index: int) -> list[Tensor | None]:
+        own, i = table.clone().requires_grad_(), own_of(indices, rows, index, 0)
+        own_weights = [own_of(each, rows, index, 0).clone().requires_grad_() for each in weights]
+        run(late.table(look_up, own, i, *own_weights, rows=rows if mode else [3 * each for each in rows]))
+        late.finish()
+        numbers = 4 * 3 + 8 * (4 if mode else 12) + 8 * 3 * len(weights)
+        assert late.transport.sent_bytes == (len(rows) - 1) * rows[index] * numbers
+        for one, other in zip(own_weights, weighed, strict=True):
+            assert other.grad is not None
+            torch.testing.assert_close(one.grad, own_of(other.grad, rows, index, 0), rtol=1e-12, atol=1e-12)
+        return [own.grad]
+
+    assert_replicas(on_replicas(len(rows), replica), [whole.grad])
