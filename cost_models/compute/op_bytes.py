@@ -83,7 +83,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    found = (each for each in tree_leaves(tree) if isinstance(each, Tensor))
+    return [each for each in found if not each.is_sparse]  # which ops made of the others
 
 
 _FREE, _UNREAD = ops_with("no_bytes"), ops_with("unread")

@@ -85,7 +85,7 @@ class LiveStorage(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not value.is_sparse:  # whose parts are seen
                 self._seen(value)
         return result
 

@@ -135,7 +135,7 @@ def _batch(program: PlacedProgram, rank: int) -> list[Tensor]:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(tensor._values().nbytes if tensor.is_sparse else tensor.nbytes for tensor in tensors)
 
 
 class _Updates:

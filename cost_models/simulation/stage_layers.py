@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
 from torch import fx
 
-from splitc.ir.graph import info, is_entry
+from splitc.ir.comm_ops import finish_of
+from splitc.ir.graph import info, is_entry, tensor_spec
 from splitc.ir.program import PlacedProgram, Program, Stage
 from splitc.ir.wire import nbytes_trained
 
@@ -35,6 +37,12 @@ def users(program: Program, stage: Stage) -> dict[str, set[str]]:
 
 
 def trainable(program: PlacedProgram, stage: Stage, rank: int, but: Iterable[str] = ()) -> float:
-    """Return the bytes of a stage's parameters that a rank trains.  but: parameters to leave out."""
+    """Return the bytes of a stage's parameters, or of their rows, that a rank trains.  but: parameters to leave out."""
     names = [name for name in stage.tensors if program.tensors[name].trainable and name not in but]
-    return float(sum(nbytes_trained(program, stage, name, rank) for name in names))
+    rows: dict[str, int] = defaultdict(int)
+    for node in (node for node in stage.graph.nodes if finish_of(node) and node.kwargs.get("sparse")):
+        indices, weight = (each for each in node.args if isinstance(each, fx.Node))
+        everyone = tensor_spec(indices).at(program.plan.batch_offsets[stage.role][-1])
+        rows[program.first_names[str(weight.target)]] += math.prod((*everyone, tensor_spec(node).shape[-1]))
+    known = {name: numel * program.tensors[name].dtype.itemsize for name, numel in rows.items()}
+    return float(sum(min(nbytes_trained(program, stage, name, rank), known.get(name, math.inf)) for name in names))

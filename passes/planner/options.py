@@ -57,7 +57,7 @@ def make_problem(request: Request, rules: CutRules, division: Division, space: S
         parameters=frozenset(name for name, held in request.held.items() if any(h.parameter for h in held)),
         order=rules.order,
         together=tuple(rules.together) if count > 1 else (),
-        tied=tuple(pair for pair in rules.together if _share(program, pair)) if not own else (),
+        tied=tuple(pair for pair in rules.together if _share(program, pair)) if not own or count == 1 else (),
         ranks=division.classes,
         memory=request.memory_of(division.busy),
         filled=frozenset(range(count)) if count > 1 and (own or hybrid) else frozenset(),
@@ -95,7 +95,9 @@ def _options(
     n, k = len(r.ranks), r.group
     gradient = request.gradient(layer)
     rates = (each.device.memory_bandwidth * each.device.efficiency_of("memory") for each in kinds)
-    updating = UPDATE * gradient / min(rates) if not division.classes[role] else 0.0  # under the backward of role 0
+    by_rows = trains and layer in request.sparse and (n > 1 or (request.shares(layer) and len(division.roles) > 1))
+    updated = min(gradient, request.rows_nbytes(layer, r.bounds[-1])) if by_rows and layer in request.late else gradient
+    updating = UPDATE * updated / min(rates) if not division.classes[role] else 0.0  # under the backward of role 0
     own = slowest_of(times_of(request, division, role, layer, kinds))
     summed = trains and n > 1
 
@@ -103,14 +105,15 @@ def _options(
         lives = ((each.scale, division.live(role, members * each.batch)) for each in kinds)
         return max(scale * (request.layer_memory(layer, live, summed) / shards + more) for scale, live in lives)
 
-    yield Option(
-        role, "replicated", None, "batch" if k > 1 else None, "all_reduce" if summed else "none",
-        "batch", "batch", "batch", None, *own,
-        syncing=_sync_seconds(request, gradient, r.ranks),
-        updating=updating, memory=memory(1, 1, summed),
-    )  # fmt: skip
-    if k == 1:
-        for sync in syncs() if summed else ():
+    if not by_rows:
+        yield Option(
+            role, "replicated", None, "batch" if k > 1 else None, "all_reduce" if summed else "none",
+            "batch", "batch", "batch", None, *own,
+            syncing=_sync_seconds(request, gradient, r.ranks),
+            updating=updating, memory=memory(1, 1, summed),
+        )  # fmt: skip
+    if k == 1 or by_rows:
+        for sync in syncs() if summed and k == 1 else ():
             for option in sync.options(request, division, role, layer, partial(memory, 1, 1, False)):
                 yield replace(option, updating=updating)
         return

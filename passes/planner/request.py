@@ -5,6 +5,7 @@ Times are of one step: forward, backward and the gradient sync, which does not o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling
 from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.graph import tensor_spec
 from splitc.ir.layers import StateTensor
-from splitc.ir.linears import Linear, Table, divisible_layers, late_layers, linear_layers
+from splitc.ir.linears import Linear, Table, divisible_layers, late_layers, linear_layers, sparse_tables
 from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
 from splitc.ir.shares import share_out
@@ -143,7 +144,8 @@ class Request:
         """Bytes that a layer needs on a rank; `summed`: its gradient is all-reduced, from a copy."""
         held = self.held[layer]
         kept = self.program.costs[layer].saved_bytes_at(batch)
-        return rank_memory(held, kept, gradient_nbytes(held) if summed else 0, self.optimizer_copies).total
+        whole = rank_memory(held, kept, gradient_nbytes(held) if summed else 0, self.optimizer_copies).total
+        return whole - (self.gradient(layer) if layer in self.sparse else 0)  # which has a few rows
 
     def gradient(self, layer: str) -> int:
         """Bytes of the gradient of the layer's own parameters."""
@@ -152,6 +154,17 @@ class Request:
     def gradient_of(self, layer: str) -> int:
         """Bytes of the gradient of all parameters that the layer uses, tied ones too."""
         return gradient_nbytes(self.program.tensors[name] for name in self.program.layer(layer).tensors)
+
+    def rows_nbytes(self, layer: str, examples: int) -> int:
+        """Bytes of the rows that so many examples look up in the tables of a layer."""
+        uses = ((tensor_spec(use.values[0]).at(examples), tensor_spec(use.node)) for use in self.late[layer])
+        return sum(math.prod(shape) * spec.shape[-1] * spec.dtype.itemsize for shape, spec in uses)
+
+    @cached_property
+    def sparse(self) -> frozenset[str]:
+        """The layers that use a table with a sparse gradient."""
+        tables = sparse_tables(self.program)
+        return frozenset(layer.name for layer in self.program.layers if not tables.isdisjoint(layer.tensors))
 
     def shares(self, layer: str) -> bool:
         """Whether other layers use a parameter of a layer too."""
@@ -201,7 +214,7 @@ class Request:
         kind = self.dividing.get(layer)
         divided = kind and (kind.outputs, tuple(kind.splits.items()), kind.features, kind.classes)
         of_batch = layer == self.program.in_batch
-        of_others = self.gradient_of(layer), self.shares(layer)
+        of_others = self.gradient_of(layer), self.shares(layer), layer in self.sparse
         return self.program.costs[layer], self.dtypes[layer], held, of_others, used, divided, of_batch
 
     @cached_property

@@ -35,6 +35,7 @@ Flag = Annotated[bool, one_of(True, False)]
 class Strategy:
     """Base of all strategies.  name: how users write it.  exact: whether it is the same training as in one process.
 
+    is_alone: all is on one rank.
     compared: whether `auto` prices it.  compares: it is the fastest of those.  spans: its space is the whole one, of
     which those of all others are parts.  pins: the words that it knows in pins.
     all_reduce: the algorithm that sums gradients, the "backend"'s own or "recursive_doubling" (Stanza 4.1.2).
@@ -50,6 +51,7 @@ class Strategy:
     compared: ClassVar[bool] = True
     compares: ClassVar[bool] = False
     spans: ClassVar[bool] = False
+    is_alone: ClassVar[bool] = False
     pins: ClassVar[PinWords] = PinWords()
     all_reduce: Annotated[str, one_of(*ALL_REDUCES)] | None = None
     sync_batchnorm: Flag | None = None
@@ -129,7 +131,10 @@ class Strategy:
 
     def impossible(self, request: Request) -> list[str]:
         """Why there is no plan whatever the prices, a line for each reason; none where a search makes sense."""
-        return contradictions(request, self.name, self.pins)
+        dense = "late_multiply" not in self.pins.syncs and request.world > 1 and not self.is_alone
+        why = f"the gradients of {', '.join(sorted(request.sparse))} are sparse, and {self.name} sums dense ones; take "
+        sparse = [f"{why}late_multiply or auto, or leave out sparse=True"] if dense and request.sparse else []
+        return contradictions(request, self.name, self.pins) + sparse
 
     def unfollowed(self, request: Request) -> list[str]:
         """The pins that no plan of it can follow; none where they are not what is in the way."""

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import ClassVar
 
 from splitc.ir.layers import Layer
+from splitc.ir.linears import sparse_tables
 from splitc.ir.placements import SYNCS
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
@@ -59,9 +60,16 @@ def syncs() -> list[Sync]:
 
 def sync_misfits(program: Program, plan: Plan) -> Iterator[str]:
     """Yield the layers of a plan that cannot have their sync."""
+    tables = sparse_tables(program)
     for layer in program.layers:
+        place = plan.placements[layer.name]
         if any(program.tensors[name].trainable for name in layer.tensors):
-            yield from sync_named(plan.placements[layer.name].sync).misfits(program, plan, layer)
+            yield from sync_named(place.sync).misfits(program, plan, layer)
+        if place.sync == "late_multiply" or not (shared := tables.intersection(layer.tensors)):
+            continue
+        roles = {plan.placements[each.name].role for each in program.layers if not shared.isdisjoint(each.tensors)}
+        if len(roles) > 1 or any(len(plan.roles[role]) > 1 for role in roles):
+            yield f"placements: {layer.name} has sync {place.sync!r}, but sparse gradients: take 'late_multiply'"
 
 
 _PLAIN = Sync()

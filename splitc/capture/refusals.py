@@ -196,11 +196,14 @@ def _overlaps(model: nn.Module) -> Iterator[str]:
                 )
 
 
-def table_problems(options: Mapping[str, Any]) -> Iterator[str]:
-    """What the options of an embedding or a gather do that ranks would do differently."""
+def table_problems(options: Mapping[str, Any], own_code: bool = False) -> Iterator[str]:
+    """What the options of an embedding or a gather do that ranks would do differently.
+
+    own_code: where no table is known, whose rows ranks could exchange.
+    """
     if options.get("max_norm") is not None:
         yield "has max_norm, which writes into its weight: ranks would differ"
-    if options.get("sparse") or options.get("sparse_grad"):
+    if options.get("sparse_grad") or (own_code and options.get("sparse")):
         yield "has sparse gradients, which ranks cannot sum"
     if options.get("scale_grad_by_freq"):
         yield "has scale_grad_by_freq, which counts indices over the whole batch: ranks would differ"

@@ -144,6 +144,18 @@ def late_layers(program: Program) -> dict[str, tuple[Linear | Table, ...]]:
     return {name: uses for name, uses in found.items() if others.isdisjoint(program.layer(name).tensors)}
 
 
+def late_uses(program: Program, layer: Layer) -> tuple[Linear | Table, ...]:
+    """The nodes of a layer that can be late-multiplied, whatever layers it shares parameters with."""
+    return _layers(program, [layer], as_late).get(layer.name, ())
+
+
+def sparse_tables(program: Program) -> frozenset[str]:
+    """The trained parameters with sparse gradients that can be late-multiplied."""
+    tables = (use for uses in late_layers(program).values() for use in uses if isinstance(use, Table))
+    names = (program.first_names[table.weight] for table in tables if table.options.get("sparse"))
+    return frozenset(name for name in names if program.tensors[name].trainable)
+
+
 Use = TypeVar("Use", bound=Linear | Table)
 
 

@@ -21,7 +21,7 @@ STEP = ""
 
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     *(optim.SGD, optim.ASGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
-    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.SparseAdam),
 )
 """Optimizers of torch whose update of an element reads nothing of other elements; a subclass is another optimizer."""
 

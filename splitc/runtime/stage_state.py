@@ -125,8 +125,9 @@ class StageState:
         return {name: p.grad for name, p in named if p.grad is not None}
 
     def trained_gradients(self) -> list[tuple[str, Tensor]]:
-        """The gradients of this rank's optimizer, a tied parameter's once."""
-        return [(name, p.grad) for name, p in self.trained if p.grad is not None]
+        """The gradients of this rank's optimizer, a tied parameter's once, and of a sparse one its rows."""
+        found = ((name, p.grad) for name, p in self.trained if p.grad is not None)
+        return [(name, gradient._values() if gradient.is_sparse else gradient) for name, gradient in found]
 
     def is_first_holder(self, key: str, among: Collection[int]) -> bool:
         """Whether this rank is the lowest of those `among` that hold this part of a tensor: the one that counts."""

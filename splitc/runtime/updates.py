@@ -78,6 +78,8 @@ class Updates:
         for _, parameter in self.state.trained if is_last else ():
             if (gradient := parameter.grad) is not None and (gradient.is_conj() or gradient.is_neg()):
                 parameter.grad = gradient.resolve_conj().resolve_neg()  # for which foreach has no ops in place
+            elif gradient is not None and gradient.is_sparse:
+                parameter.grad = gradient.coalesce()  # so that each row counts once
         gradients = [gradient for _, gradient in self.state.trained_gradients()] if is_last else []
         for divisor in (self.accumulate, self.loss_scale):
             for group in _by_dtype(gradients) if divisor != 1 else ():

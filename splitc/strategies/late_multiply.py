@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from splitc.ir.layers import Layer
-from splitc.ir.linears import Linear, factors, late_layers
+from splitc.ir.linears import Linear, factors, late_uses
 from splitc.ir.placements import SYNCS_OF_A_LAYER
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
@@ -54,7 +55,7 @@ class Late(Sync):
         yield Option(
             role, sync=NAME, forward=forward, backward=backward,
             syncing=request.accumulate * sum(request.all_gather_seconds(each, r.ranks) for each in gathered),
-            memory=memory(sum(gathered)),
+            memory=memory(sum(gathered) + (request.rows_nbytes(layer, examples) if layer in request.sparse else 0)),
         )  # fmt: skip
 
     def unmet(self, request: Request, layer: str, pin: Pin, size: int | None) -> Iterator[str]:
@@ -67,7 +68,7 @@ class Late(Sync):
 
     def misfits(self, program: Program, plan: Plan, layer: Layer) -> Iterator[str]:
         role = plan.placements[layer.name].role
-        if role in plan.groups or layer.name not in late_layers(program):
+        if role in plan.groups or not late_uses(program, layer):
             which = "which linear layers and tables in roles without groups have"
             yield f"placements: {layer.name} has sync {NAME!r}, {which}"
         shared = {name for name in layer.tensors if program.users[name] > 1 and program.tensors[name].trainable}
@@ -131,5 +132,8 @@ def _worth_multiplying(request: Request) -> frozenset[str]:
     return frozenset(
         layer
         for layer in gains
-        if sum(by[NAME] - by["all_reduce"] for other, by in gains.items() if tensors[layer] & tensors[other]) < 0
+        if sum(
+            by[NAME] - by.get("all_reduce", math.inf) for other, by in gains.items() if tensors[layer] & tensors[other]
+        )
+        < 0
     ) or frozenset(gains)

@@ -15,6 +15,7 @@ class SingleDevice(Strategy):
     """All layers on one rank."""
 
     name = "single_device"
+    is_alone = True
 
     def divisions(self, request: Request) -> Iterable[Division]:
         return (Division((Role((0,), request.bounds(1)),)),)

@@ -107,7 +107,7 @@ class _Unit(Trained):
             loss: Tensor = example.loss_of(example.output(model, batch), batch)
         loss.backward()
         self.trial.losses.append(float(loss.detach()))
-        held = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and p.numel()}
+        held = {n: p.grad.to_dense().clone() for n, p in model.named_parameters() if p.grad is not None and p.numel()}
         self.trial.gradients.append(held if gradients else {})
         self.trial.states.append({})
         self.optimizer.step()

@@ -76,7 +76,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: small(e=nn.Embedding(9, 8, max_norm=1.0)),
         "e has max_norm, which writes into its weight: ranks would differ",
     ),
-    "sparse": (lambda: small(e=nn.Embedding(9, 8, sparse=True)), "e has sparse gradients, which ranks cannot sum"),
     "by_frequency": (
         lambda: small(e=nn.EmbeddingBag(9, 8, scale_grad_by_freq=True)),
         "e has scale_grad_by_freq, which counts indices over the whole batch: ranks would differ; use nn.EmbeddingBag",

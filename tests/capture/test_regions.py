@@ -403,6 +403,7 @@ TABLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "embedding_bag": lambda ids, table: F.embedding_bag(ids, table, scale_grad_by_freq=True),
     "torch.embedding": lambda ids, table: torch.embedding(table, ids, -1, True).mean(1),
     "in a region": lambda ids, table: untraceable.sign(table[0]) + torch.embedding(table, ids, -1, True).mean(1),
+    "sparse": lambda ids, table: untraceable.sign(table[0]) + F.embedding(ids, table, sparse=True).mean(1),
     "gather": lambda ids, table: torch.gather(table, 0, ids[:, :1].expand(-1, FEATURES), sparse_grad=True),
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from torch import Tensor, nn
 
 import splitc
 from splitc.compiled import CompiledProgram
+from splitc.errors import PlacementError
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import What
+from splitc.runtime.worker import Worker
 from tests.support.compiled import CLUSTER, compiled
 from tests.support.ranks import assert_same, on_workers, one_process, train
 from tests.support.wire_bytes import assert_defined
@@ -64,9 +68,28 @@ def recommender(**options: Any) -> Recommender:
         return Recommender(**options).double()
 
 
+class Both(torch.optim.Optimizer):
+    """SparseAdam of tables, and Adam of all else, as one optimizer."""
+
+    def __init__(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        own = list(params)
+        is_table = {name: name.split(".")[0] in ("mean", "sum", "one", "again") for name, _ in own}
+        self.parts = (
+            torch.optim.SparseAdam([p for name, p in own if is_table[name]], lr=0.01),
+            torch.optim.Adam([p for name, p in own if not is_table[name]], lr=0.01),
+        )
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()  # type: ignore[no-untyped-call]
+
+
 OPTIMIZERS: dict[str, Any] = {
     "Adam": lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=0.1),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "SparseAdam": Both,
 }
 
 
@@ -87,20 +110,61 @@ SIZES, UNEVEN = (BATCH,) * WORLD, (3, 1, 5)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optimizer", "tied", "sizes", "options"),
+    ("optimizer", "kind", "sizes", "options"),
     [
-        ("Adam", False, SIZES, {}),
-        ("SGD", True, SIZES, {"clip_norm": 0.1}),
-        ("SGD", False, UNEVEN, {"accumulate": 2}),
-        ("Adam", True, UNEVEN, {"clip_norm": 0.1, "accumulate": 2}),
+        ("Adam", {}, SIZES, {}),
+        ("SGD", {"tied": True}, SIZES, {"clip_norm": 0.1}),
+        ("SGD", {}, UNEVEN, {"accumulate": 2}),
+        ("Adam", {"tied": True}, UNEVEN, {"clip_norm": 0.1, "accumulate": 2}),
+        ("momentum", {"sparse": True}, SIZES, {}),
+        ("momentum", {"sparse": True, "tied": True}, UNEVEN, {"accumulate": 2}),
+        ("SparseAdam", {"sparse": True}, UNEVEN, {}),
+        ("SparseAdam", {"sparse": True}, SIZES, {"accumulate": 2}),
     ],
+    ids=str,
 )
 def test_tables_train_as_in_one_process(
-    optimizer: str, tied: bool, sizes: tuple[int, ...], options: dict[str, Any]
+    optimizer: str, kind: dict[str, bool], sizes: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    found = program(tied=tied)
-    assert {place.sync for place in found.plan.placements.values()} == {"late_multiply"}
-    assert_trains(found, recommender(tied=tied), OPTIMIZERS[optimizer], sizes, **options)
+    found = program(**kind)
+    late = {name for name, place in found.plan.placements.items() if place.sync == "late_multiply"}
+    assert late >= {"mean", "sum", "one", "again", *["head"] * bool(kind.get("tied"))}
+    assert_trains(found, recommender(**kind), OPTIMIZERS[optimizer], sizes, **options)
+
+
+@pytest.mark.slow
+def test_sparse_gradients_are_clipped_averaged_and_compared_as_dense_ones(tmp_path: Path) -> None:
+    """Torch clips no sparse gradients: what they are to be equal to has dense ones.  A run goes on in between."""
+    batches = [batch(WORLD * BATCH, seed) for seed in range(4)]
+
+    def run(worker: Worker) -> Any:
+        train(worker, batches[:2])
+        worker.save(tmp_path)
+        return train(worker, [batches[0]])
+
+    def resumed(worker: Worker) -> Any:
+        assert worker.resume(tmp_path) == 2
+        found = train(worker, batches[2:])
+        assert worker.gradients()["sum.weight"].is_coalesced()
+        return found
+
+    options = {"optimizer": OPTIMIZERS["momentum"], "clip_norm": 0.1, "check_replicas": 1, "check_finite": True}
+    on_workers(program(sparse=True), run, **options)
+    got = on_workers(program(sparse=True), resumed, **options)
+    _, state = one_process(recommender(), batches, OPTIMIZERS["momentum"], clip_norm=0.1)
+    assert_same(got[0][1], state, 1e-8)
+
+
+@pytest.mark.slow
+def test_a_sparse_table_is_late_multiplied_on_one_rank_or_refused() -> None:
+    for tied in (False, True):
+        verified = program("auto", sparse=True, tied=tied).verify()
+        assert verified.holds, verified
+    for strategy in ("data_parallel", "local_sgd(period=2)", "hybrid_single", "parameter_server"):
+        with pytest.raises(
+            PlacementError, match=r"the gradients of again, mean, one, sum are sparse, .* late_multiply"
+        ):
+            program(strategy, sparse=True)
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def _known(
     options |= dict(zip(options, args, strict=False)) | kwargs
     name, dim = func._opname.strip("_"), options.get("dim")
     dims: tuple[int, ...] = (dim,) if isinstance(dim, int) else tuple(dim or ())
-    for problem in table_problems(options):
+    for problem in table_problems(options, own_code=True):
         raise CaptureError(f"{user_line() or 'its loss'}: {name} {problem}; leave it out")
     if name.startswith(_MADE) and len(bits) == 1:
         return torch.zeros_like(whole)

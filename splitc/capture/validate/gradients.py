@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from splitc.capture.source_lines import first_line
 from splitc.errors import CaptureError
+from splitc.ir.linears import sparse_tables
+from splitc.ir.program import Program
 
 _SAMPLE = 1 << 16  # elements that are compared one by one, beside the norm and the sum of all
 
@@ -54,17 +56,19 @@ class Gradient:
 Gradients = Mapping[str, Gradient]
 
 
-def gradients(name: str, root: nn.Module, loss: Tensor) -> dict[str, Gradient]:
+def gradients(program: Program, root: nn.Module, loss: Tensor) -> dict[str, Gradient]:
     """Run backward and return the gradient of every parameter of `root` by name.  Raises CaptureError."""
+    tables = sparse_tables(program)
     found: dict[str, Gradient] = {}
 
     def keep(parameter: str, tensor: Tensor) -> None:
         gradient, tensor.grad = tensor.grad, None
         assert gradient is not None
-        if gradient.layout is not torch.strided:
+        if gradient.layout is not torch.strided and parameter not in tables:
             remedy = "leave out sparse=True, sparse_grad=True and torch.sparse where it is used"
-            raise CaptureError(f"the gradient of {parameter} is sparse, and ranks sum dense ones; {remedy}")
-        found[parameter] = Gradient.of(gradient)
+            which = "ranks exchange those of tables alone, of single rows, or sums or means of bags of one size"
+            raise CaptureError(f"the gradient of {parameter} is sparse, and {which}; {remedy}")
+        found[parameter] = Gradient.of(gradient.to_dense())
 
     trained = [(n, p) for n, p in root.named_parameters() if p.requires_grad]
     hooks = [p.register_post_accumulate_grad_hook(partial(keep, n)) for n, p in trained]
@@ -72,7 +76,7 @@ def gradients(name: str, root: nn.Module, loss: Tensor) -> dict[str, Gradient]:
         if loss.requires_grad:  # in evaluation it may not
             loss.backward()
     except RuntimeError as error:
-        raise CaptureError(f"the backward of {name} fails: {first_line(error)}") from error
+        raise CaptureError(f"the backward of {program.name} fails: {first_line(error)}") from error
     finally:
         for hook in hooks:
             hook.remove()

@@ -226,7 +226,7 @@ def _model_run(
         raise NotFinite(
             f"{info(program.loss).source}: the loss is not finite on the example; give an example on which it is"
         )
-    return loss.detach(), gradients(program.name, reference.root, loss) if backward else {}
+    return loss.detach(), gradients(program, reference.root, loss) if backward else {}
 
 
 class _Run(NodeRunner):
@@ -251,7 +251,7 @@ def _graph_run(
             loss: Tensor = runner.run_named(reference.values(tensors))
     except Exception as error:
         raise CaptureError(f"the captured graph fails where the model runs: {first_line(error)}") from error
-    found = gradients(program.name, reference.root, loss) if backward else {}
+    found = gradients(program, reference.root, loss) if backward else {}
     with torch.no_grad():
         for buffer, value in runner.stored:
             buffer.copy_(value)
@@ -280,7 +280,7 @@ def _require_gradients_apart(
         with reference.running(apart=True):
             loss = runner.run_named(reference.values(examples_of(program, tensors, PARTS[k][0], PARTS[k][-1] + 1)))
         del runner
-        runs.append(gradients(program.name, reference.root, loss))
+        runs.append(gradients(program, reference.root, loss))
     whole, first, rest = runs
     both = first | rest | {name: first[name].plus(rest[name]) for name in first.keys() & rest.keys()}
     if wrong := list(differing(whole, both, reference.tolerance)):

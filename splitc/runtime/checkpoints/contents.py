@@ -92,7 +92,8 @@ class Contents:
     def _optimizer_pieces(self) -> Iterator[tuple[str, dict[str, Piece]]]:
         for optimizer, _, name, parameter in self.optimized():
             if self.state.is_writer(name):
-                tensors = {k: t for k, t in optimizer.state[parameter].items() if isinstance(t, Tensor) and t.numel()}
+                own = optimizer.state[parameter].items()
+                tensors = {k: t.to_dense() for k, t in own if isinstance(t, Tensor) and t.numel()}
                 yield (
                     self.state.first_name(name),
                     {k: self.piece(name, t) if t.shape == parameter.shape else Piece(t) for k, t in tensors.items()},

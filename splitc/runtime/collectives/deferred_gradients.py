@@ -78,5 +78,7 @@ def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient
+    elif parameter.grad.is_sparse and not gradient.is_sparse:
+        parameter.grad = gradient + parameter.grad
     else:
         parameter.grad += gradient

@@ -84,7 +84,7 @@ def run_trial(
         batch = feed[worker.data_rank] if worker.data_rank is not None else ()
         trial.losses.append(float(worker.step(*batch)))
         gradients = worker.gradients()
-        trial.gradients.append({n: gradient.to("cpu", copy=True) for n, gradient in gradients.items()})
+        trial.gradients.append({n: gradient.to_dense().to("cpu", copy=True) for n, gradient in gradients.items()})
         state = worker.state_dict() if step % period == 0 or step == len(feeds) else {}
         if state is not None and transport.rank == 0:
             trial.states.append(state)
