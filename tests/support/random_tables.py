@@ -22,7 +22,7 @@ class Tables(nn.Module):
         self.sizes = choose.sample(SIZES, choose.randint(2, 4))
         self.bag, self.dots = choose.random() < 0.3, choose.random() < 0.5
         self.tables = nn.ModuleList(self._table(choose, size) for size in self.sizes)
-        self.by_frequency = choose.random() < 0.02  # refused, as sparse gradients are
+        self.by_frequency = choose.random() < 0.02  # refused
         self.bottom = nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), block(choose, "features", 2))
         fields = len(self.sizes) + 1
         self.top = nn.Linear(fields * fields if self.dots else fields * WIDTH, 1)
