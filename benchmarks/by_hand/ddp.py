@@ -14,6 +14,8 @@ from benchmarks.by_hand.common import MakeOptimizer
 class Ddp:
     """One rank; all have equally many examples.  loss: the mean over examples, of the output and the target."""
 
+    sparse = False  # gradients of embedding tables
+
     def __init__(
         self,
         model: nn.Module,
@@ -21,6 +23,9 @@ class Ddp:
         examples: Sequence[int] = (),
         loss: Callable[..., Tensor] = F.cross_entropy,
     ) -> None:
+        for module in model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = self.sparse
         self._model, self._optimizer, self._loss = model, optimizer(model.parameters()), loss
         self._replica = DistributedDataParallel(model)
 
@@ -43,14 +48,4 @@ class SparseDdp(Ddp):
     gradients: SGD without momentum, SparseAdam, Adagrad.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: MakeOptimizer,
-        examples: Sequence[int] = (),
-        loss: Callable[..., Tensor] = F.cross_entropy,
-    ) -> None:
-        for module in model.modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                module.sparse = True
-        super().__init__(model, optimizer, examples, loss)
+    sparse = True
