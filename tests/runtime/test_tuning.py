@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import threading
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import splitc
+from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError, PlacementError
 from splitc.ir.prediction import Tried
 from splitc.runtime.spec import Input, RankSpec
@@ -22,8 +23,6 @@ from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
 from tests.support.compiled import CLUSTER
 from tests.support.ranks import on_ranks
-
-COMPILING = threading.Lock()  # in processes each has a tracer of its own
 
 
 class Machine:
@@ -100,33 +99,47 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 64))
 
 
-def _trained(transport: Transport, **options: object) -> tuple[list[float], dict[str, torch.Tensor] | None, str]:
-    """Losses and the state after two steps of the worker that tuning gives, or the plan, and its plan."""
+def _data() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(6, 8, generator=generator), torch.randint(0, 64, (6,), generator=generator)
-    with COMPILING:
-        model = _model()
-        program = splitc.compile(model, 3, (x,), y, F.cross_entropy, 6, CLUSTER, **options)  # type: ignore[arg-type]
-        assert isinstance(program, splitc.CompiledProgram)
-        program.validated()
+    return torch.randn(6, 8, generator=generator), torch.randint(0, 64, (6,), generator=generator)
+
+
+def _trained(
+    transport: Transport, model: nn.Module, program: CompiledProgram
+) -> tuple[list[float], dict[str, torch.Tensor] | None, str]:
+    """Losses and the state after two steps of the worker that tuning gives, or the plan, and its plan."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     make = partial(Worker, keys=first_names(model.state_dict()), optimizer=partial(torch.optim.SGD, lr=0.1))
     worker = program.worker_on(transport, make)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     at = worker.data_rank
-    batch = () if at is None else tuple(each[slice(*worker.batch_offsets[at : at + 2])] for each in (x, y))
+    batch = () if at is None else tuple(each[slice(*worker.batch_offsets[at : at + 2])] for each in _data())
     losses = [float(worker.step(*batch)) for _ in range(2)]
     state = worker.state_dict()
     return losses, state, program.plan.to_json() if transport.rank == 0 else ""
 
 
+def _on_ranks(**options: Any) -> list[tuple[list[float], dict[str, torch.Tensor] | None, str]]:
+    """`_trained` on three ranks, whose programs are made before: threads would trace each other's models."""
+    x, y = _data()
+    models = [_model() for _ in range(3)]
+    programs = list[CompiledProgram]()
+    for model in models:
+        program = splitc.compile(model, 3, (x,), y, F.cross_entropy, 6, CLUSTER, **options)
+        assert isinstance(program, CompiledProgram)
+        programs.append(program)
+        program.validated()
+    return on_ranks(3, lambda transport: _trained(transport, models[transport.rank], programs[transport.rank]))
+
+
+@pytest.mark.slow
 def test_training_after_tuning_is_that_of_the_plan_without() -> None:
-    tuned = on_ranks(3, lambda transport: _trained(transport, tune=0.5))
+    tuned = _on_ranks(tune=0.5)
     plan = splitc.Plan.from_json(tuned[0][2])
     rates = {each.plan: each.global_batch / each.measured for each in plan.prediction.tried if each.measured}
     assert len(rates) > 1
     assert max(rates, key=lambda each: rates[each]) == plan.hash, "the fastest of those that ran"
-    again = on_ranks(3, lambda transport: _trained(transport, plan=plan))
+    again = _on_ranks(plan=plan)
     assert [each[0] for each in tuned] == [each[0] for each in again]
     (state, *_), (expected, *_) = ([each[1] for each in ranks] for ranks in (tuned, again))
     assert state is not None and expected is not None
