@@ -18,7 +18,6 @@ from pathlib import Path
 from benchmarks.approximate.campaign import Settings, measure, wanted
 from benchmarks.approximate.curves import FOREIGN, Results
 from benchmarks.approximate.methods import METHODS
-from benchmarks.approximate.plot import plot
 from benchmarks.approximate.report import into, report
 from benchmarks.approximate.tasks import TASKS
 from benchmarks.errors import BenchmarkError
@@ -37,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.page:
             image = args.page.with_suffix(".svg")
             args.page.write_text(into(args.page.read_text(encoding="utf-8"), results, image.name), encoding="utf-8")
+            from benchmarks.approximate.plot import plot  # matplotlib takes a second to load
+
             plot(list(results.curves.values()), image)
         else:
             print(report(results))

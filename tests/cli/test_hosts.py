@@ -18,6 +18,7 @@ from splitc.cli.hosts import Host, parse_hosts
 from splitc.cli.plan_file import read_plan_file
 from splitc.errors import LaunchError
 from tests import ROOT
+from tests.support.command import splitc
 from tests.support.hosts import ADDRESSES, environment, stand_in_for_ssh, two_hosts
 from tests.support.launched import program
 
@@ -158,11 +159,10 @@ def test_a_host_that_cannot_be_reached_is_named(build: Path, hosts: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.processes
-def test_measuring_on_hosts_is_refused_with_what_to_do(build: Path, hosts: Path) -> None:
-    code, _, errors = run(build, hosts, "--hosts", "a,b", "--measure")
-    assert code == 2
-    assert "start torchrun yourself: launch.py --measure FILE" in errors
+def test_measuring_on_hosts_is_refused_with_what_to_do(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = splitc(capsys, f"run {build} --hosts a,b --measure")
+    assert done.code == 2
+    assert "start torchrun yourself: launch.py --measure FILE" in done.err
 
 
 @pytest.mark.slow
