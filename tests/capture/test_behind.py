@@ -63,6 +63,7 @@ def compiled(model: nn.Module, x: Tensor | None = None, strategy: str = "data_pa
     return program
 
 
+@pytest.mark.slow
 def test_what_is_expected_is_what_validation_finds_and_the_process_stays_as_it_is() -> None:
     model, x, y = images(), torch.randn(4, 3, 8, 8), torch.randint(4, (4,))
     example, ahead = Example.bind(model, x, y, F.cross_entropy), behind.Behind()

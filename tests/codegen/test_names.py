@@ -175,7 +175,7 @@ def shape(text: str) -> list[str]:
 OF_TEXTS = list(zip(TEXTS, cycle(["modulo_shard(mp=2)", "parameter_server(servers=1)", "single_device"])))
 
 
-@in_tiers("cases", OF_TEXTS, one_in=4)
+@in_tiers("cases", OF_TEXTS, one_in=16)
 def test_no_text_changes_the_code_that_stands_around_it(cases: list[Any]) -> None:
     for text, strategy in cases:
         usual, hostile = files("Net", strategy), files(text, strategy)

@@ -164,6 +164,7 @@ def test_ranks_send_what_the_wire_says_and_parameters_and_gradients_are_float32(
 # -- what is trained ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @along(1, strategy=STRATEGIES, kind=[Perceptron, Net])
 def test_every_strategy_trains_as_one_process_under_autocast(strategy: str, kind: type[nn.Module]) -> None:
     result = program(strategy, kind).verify()

@@ -213,6 +213,7 @@ def tokens(examples: int) -> tuple[Tensor, Tensor]:
     return torch.randint(31, (examples, 5)), torch.randint(31, (examples, 5))
 
 
+@pytest.mark.slow
 @sampled(
     ("strategy", "options"),
     [(s, {"clip_norm": 0.05, "accumulate": 2}) for s in LANGUAGE[1::2]] + [(s, {}) for s in LANGUAGE],

@@ -45,6 +45,7 @@ MATRIX = [
 """Every plan in each number of microbatches or another, and in both schedules.  One is `test_every_strategy`."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "asked", "number", "schedule"), MATRIX)
 def test_every_strategy_in_microbatches_is_one_process(world: int, asked: Asked, number: int, schedule: str) -> None:
     program = in_pieces(world, asked, number, schedule)

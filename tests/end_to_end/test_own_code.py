@@ -66,6 +66,7 @@ STRATEGIES = ["data_parallel", "layer_separation", "modulo_shard"]
 CELLS = [(name, STRATEGIES[k % 3]) for k, name in enumerate(MODELS)]
 
 
+@pytest.mark.slow
 @sampled(("name", "strategy"), CELLS, one_in=17)
 def test_a_model_with_regions_trains_as_in_one_process(name: str, strategy: str) -> None:
     model, x, program = known(name)

@@ -56,7 +56,7 @@ KINDS = {
 }
 
 
-@sampled("name", KINDS, everyday=["odd_names", "bag"])
+@sampled("name", KINDS, everyday=["bag"])
 def test_what_was_captured_trains_as_the_model_does_on_ranks(name: str) -> None:
     result = compiled(*KINDS[name].make(torch.float64), 3, "data_parallel", global_batch=7).verify()
     assert result.holds, str(result)

@@ -177,6 +177,7 @@ def test_a_role_that_could_not_be_a_file_or_a_variable_is_refused_before_anythin
             specialise(known()[2], Settings(3, cluster=CLUSTER), Plan.from_json(text))
 
 
+@pytest.mark.slow
 def test_what_follows_from_the_rest_of_a_plan_may_be_left_out() -> None:
     for strategy in STRATEGIES:
         plan = planned(strategy)

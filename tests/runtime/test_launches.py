@@ -49,6 +49,7 @@ def test_a_step_of_data_parallel_launches_what_one_process_does_and_ten_more() -
     assert (eager(model, x, y), found) == (80, 89)  # a bucket to fill, a loss to scale and to sum
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not declared(), reason="dropout is no op of ours")
 def test_alexnet_with_two_dropouts_launches_at_most_three_tenths_more_than_one_process() -> None:
     model, x, y = alexnet(1 / 32, 10), torch.randn(4, 3, 63, 63), torch.randint(10, (4,))
@@ -58,6 +59,7 @@ def test_alexnet_with_two_dropouts_launches_at_most_three_tenths_more_than_one_p
         assert found.number <= 1.3 * eager(model, x, y), found.ops
 
 
+@pytest.mark.slow
 def test_synchronised_batch_norm_launches_at_most_twice_as_much_as_one_process() -> None:
     model, x, y = convolutions(), torch.randn(4, 4, 6, 6), torch.randint(5, (4,))
     program = compiled(model, (x,), y, F.cross_entropy, 2, "data_parallel(sync_batchnorm=True)")

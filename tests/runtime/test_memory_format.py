@@ -78,7 +78,7 @@ def lie_so(tensors: Any) -> int:
     return len(found)
 
 
-@along(2, strategy=STRATEGIES)
+@along(1, strategy=STRATEGIES)
 def test_parameters_gradients_and_what_is_saved_lie_as_the_model_does(strategy: str, tmp_path: Path) -> None:
     _, built = program(strategy)
     batches = [images(built.plan.global_batch) for _ in range(4)]

@@ -47,6 +47,7 @@ def test_rounds_in_float32_begin_with_what_the_ranks_have() -> None:
     assert result.holds and result.tolerance == 1e-5 and result.steps == 7, result
 
 
+@pytest.mark.slow
 def test_sizes_of_local_batches_weigh_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("splitc.compiled.scaled_down", lambda sizes, largest: (3, 7))
     result = local(2).verify()

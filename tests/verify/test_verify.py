@@ -222,7 +222,7 @@ JUDGED: dict[str, tuple[Callable[..., Tensor], Callable[[], Tensor], dict[str, A
 }
 
 
-@pytest.mark.parametrize("name", JUDGED)
+@sampled("name", JUDGED, ["with_ids"])
 def test_a_model_that_trains_right_is_judged_right(name: str) -> None:
     run, x, children, in_double = JUDGED[name]
     made = program(run, x(), **children)

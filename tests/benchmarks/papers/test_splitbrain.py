@@ -84,6 +84,7 @@ def test_a_rank_of_a_compiled_program_holds_what_the_formula_says(mp: int) -> No
 # -- the ratio of computation to communication -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_operations_of_the_ratio_are_those_that_are_counted() -> None:
     costs = splitbrain_vgg().costs
     for layer in net():

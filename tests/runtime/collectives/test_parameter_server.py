@@ -215,6 +215,7 @@ def test_servers_are_the_same_training_as_one_process(name: str, place: Where, o
     assert_holds(program.verify())
 
 
+@pytest.mark.slow
 @sampled("name", PROGRAMS, one_in=8)
 def test_whatever_is_served_it_is_the_same_training(name: str) -> None:
     program = PROGRAMS[name]()

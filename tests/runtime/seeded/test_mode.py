@@ -126,6 +126,7 @@ def test_in_a_region_what_no_example_defines_is_the_same_on_all_ranks() -> None:
     assert torch.equal(*drawn) and torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # which torch calls itself
 def test_dropout_has_the_derivatives_that_its_product_with_a_mask_has() -> None:
     x, ones = torch.randn(8, 6), torch.ones(8, 6)
