@@ -86,6 +86,7 @@ def test_a_plan_comes_before_the_refusal_and_nothing_is_written(tmp_path: Path) 
     assert not (tmp_path / "build").exists()
 
 
+@pytest.mark.slow
 def test_a_program_is_planned_anew_where_its_examples_couple_against_expectation() -> None:
     program = compiled(Mixing(), torch.rand(4, 4))
     assert not program.program.coupled

@@ -353,6 +353,7 @@ MOVED: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
+@pytest.mark.slow
 def test_an_average_that_begins_as_a_copy_is_kept_for_the_next_batch() -> None:
     for how in MOVED:
         own = found(traced(Perceptron(Teacher(MOVED[how]))))["middle.0"]

@@ -86,6 +86,7 @@ def test_neurons_that_n_does_not_divide_are_all_sent() -> None:
     assert collect.sent == pytest.approx(2 * 2 / 3 * own[2])
 
 
+@pytest.mark.slow
 def test_a_simulated_rank_computes_its_share_and_exchanges_once_a_round() -> None:
     N, n, latency = (400, 800, 800, 400), 4, 1e-4
     program = dealt(N, n)

@@ -143,6 +143,7 @@ def noting_backward(module: Any, inputs: Any) -> Any:
     return compiler(module, inputs)
 
 
+@pytest.mark.slow
 @of_torch
 def test_buckets_start_while_backward_still_runs_and_names_stay() -> None:
     torch._dynamo.register_backend(noting_backward, name="noting_backward")

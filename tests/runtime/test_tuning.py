@@ -154,6 +154,7 @@ def test_tune_beside_a_plan_is_refused() -> None:
             splitc.compile(_model(), 3, tune=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_was_tried_stays_where_prices_change() -> None:
     x, y = torch.randn(6, 8), torch.randint(0, 64, (6,))
     first = splitc.compile(_model(), 3, (x,), y, F.cross_entropy, cluster=CLUSTER)

@@ -126,6 +126,7 @@ def test_gradients_of_a_value_with_two_readers_are_added_up() -> None:
     assert [op.bytes_accessed for op in sums] == [3 * 4 * 4 * 8]
 
 
+@pytest.mark.slow
 def test_a_tied_weight_gets_the_sum_of_its_gradients() -> None:
     ops = [op for cost in everything(case("language_model")[1], BATCH) for op in cost.ops]
     table = next(h.nbytes for h in case("language_model")[0].tensors.values() if len(h.names) > 1)

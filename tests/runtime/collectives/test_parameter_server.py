@@ -230,6 +230,7 @@ def assert_holds(result: Any) -> None:
     assert result.holds and result.tolerance == 1e-9, str(result)
 
 
+@pytest.mark.slow
 @sampled("place", [((0, 1), (0, 1)), ((0, 1), (2,))], one_in=2, ids=place_name)
 def test_batch_norm_over_all_workers_is_that_of_one_process(place: Where) -> None:
     result = served(ConvNet(), *place, synchronised=True).verify()

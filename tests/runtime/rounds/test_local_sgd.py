@@ -88,7 +88,7 @@ def test_a_period_of_one_update_of_sgd_is_data_parallelism(name: str, world: int
 # -- longer periods ----------------------------------------------------------------------------------------------------
 
 
-@along(1, lengths=[(3, 2, 5), (2, 3, 6), (4, 4, 3)], optimizer=[adam, decaying], name=["counting", "norm", "net"])
+@along(0, lengths=[(3, 2, 5), (2, 3, 6), (4, 4, 3)], optimizer=[adam, decaying], name=["counting", "norm", "net"])
 def test_training_is_that_of_processes_averaged_by_hand(
     name: str, lengths: tuple[int, int, int], optimizer: Any
 ) -> None:
