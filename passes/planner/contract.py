@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from operator import add
 
 from splitc.passes.planner.problem import Option, Problem
 from splitc.passes.planner.registry import STRATEGIES
@@ -48,7 +49,7 @@ class Contracted:
         )
 
     def _options(self, layers: tuple[str, ...]) -> tuple[Option, ...]:
-        return tuple(reduce(_both, each) for each in zip(*(self.whole.options[layer] for layer in layers), strict=True))
+        return tuple(map(_as_one, zip(*(self.whole.options[layer] for layer in layers), strict=True)))
 
     def expanded(self, chosen: Mapping[str, Option]) -> dict[str, Option]:
         """The assignment of all layers."""
@@ -95,6 +96,6 @@ def _kind(problem: Problem, layer: str) -> tuple[tuple[object, ...], ...]:
     )
 
 
-def _both(a: Option, b: Option) -> Option:
-    numbers = ("forward", "backward", "there", "back", "syncing", "updating", "memory")
-    return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in numbers})
+def _as_one(options: tuple[Option, ...]) -> Option:
+    numbers = ("forward", "backward", "there", "back", "syncing", "updating", "memory") * (len(options) > 1)
+    return replace(options[0], **{name: reduce(add, (getattr(o, name) for o in options)) for name in numbers})

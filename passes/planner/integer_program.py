@@ -52,6 +52,8 @@ def solve(problem: Problem, seconds: float, start: Assignment | None = None, rel
 
     start: one that is known.  relevant: seconds of a step above which an assignment is of no interest.
     """
+    if problem.fullness > 1:
+        return Answer(None, math.inf, relevant, proved=relevant == math.inf)
     known = problem.seconds(start) if start is not None else math.inf
     scale = 1e4 / min(known, relevant, _largest(problem))
     program = _Program(problem, scale, min(known, relevant))

@@ -126,6 +126,12 @@ class Problem:
         """The classes of ranks."""
         return tuple(dict.fromkeys(self.ranks))
 
+    @cached_property
+    def fullness(self) -> float:
+        """The part of its memory that the fullest rank needs at least; above 1, equation (11) cannot hold."""
+        least = sum(min((o.memory for o in options), default=0.0) for options in self.options.values())
+        return least / len(self.classes) / self.memory / (1 + 1e-6)
+
     def seconds(self, chosen: Mapping[str, Option]) -> float:
         """The seconds of a step: equations (1) to (4)."""
         return float(self._equations(chosen).step())

@@ -70,7 +70,7 @@ class _Case:
         self.division, self.problem, self.small = division, problem, contract(problem)
         self.bound = self._rate(problem.least_seconds())
         self.found: Found | None = None
-        self._start = first_assignment(self.small.problem)
+        self._start = None if problem.fullness > 1 else first_assignment(self.small.problem)
         self._take(self._start)
 
     @property
@@ -150,7 +150,9 @@ def _most(request: Request, division: Division) -> float:
 def _fullest(cases: list[_Case], deadline: float) -> Found | None:
     """The assignment that needs least memory, whether it fits or not."""
     best: tuple[float, Found] | None = None
-    for case in cases:
+    for case in sorted(cases, key=lambda each: each.problem.fullness):
+        if best is not None and case.problem.fullness > best[0]:
+            break
         problem, chosen = case.problem, least_memory(case.problem, max(deadline - time.monotonic(), 1.0))
         if chosen is not None and not set(problem.broken(chosen)) - {"eq11"}:
             need = max(problem.memory_of(chosen).values()) / problem.memory

@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import pulp
@@ -81,6 +82,7 @@ class Model:
         """The least objective, or the best that `seconds` allow."""
         limit = max(seconds, 0.01)
         highs = pulp.HiGHS(msg=False, threads=1, gapRel=0, timeLimit=limit)
+        highs.buildSolverModel = self._give
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of PuLP 4, which is not used
             try:
@@ -89,6 +91,20 @@ class Model:
                 raise InternalError(f"the solver that PuLP uses failed: {error}") from error
         # A program of a time limit has the bound of its relaxation, 0 where the limit came first.
         return self._solution(self._problem.solverModel.getInfo().mip_dual_bound if highs.available() else -math.inf)
+
+    def _give(self, problem: Any) -> None:
+        """Give HiGHS the program as a whole: PuLP's way, row by row, takes longer than solving it."""
+        columns, rows, solver = problem.variables(), [*self._constraints.values()], problem.solverModel
+        for index, one in chain(enumerate(columns), enumerate(rows)):
+            one.index = index
+        n, most = len(columns), [math.inf if x.upBound is None else x.upBound for x in columns]
+        solver.addCols(n, [problem.objective.get(x, 0.0) for x in columns], [0.0] * n, most, 0, [], [], [])
+        solver.changeColsIntegrality(n, range(n), [x.cat == pulp.LpInteger for x in columns])
+        terms = [[(x.index, number) for x, number in row.items() if number] for row in rows]
+        starts, flat = [0, *accumulate(map(len, terms))], [*chain(*terms)]
+        low = [-math.inf if row.sense == pulp.LpConstraintLE else -row.constant for row in rows]
+        high = [math.inf if row.sense == pulp.LpConstraintGE else -row.constant for row in rows]
+        solver.addRows(len(rows), low, high, len(flat), starts[:-1], [k for k, _ in flat], [a for _, a in flat])
 
     def _solution(self, bound: float) -> Solution:
         status, found = self._problem.status, self._problem.sol_status

@@ -55,6 +55,7 @@ def assert_least_memory(problem: Problem) -> None:
     if found is not None:
         least = min(fullest_nbytes(problem, each) for each in allowed)
         assert fullest_nbytes(problem, found) == pytest.approx(least, rel=1e-6)
+        assert least >= problem.fullness * problem.memory
 
 
 @pytest.mark.slow

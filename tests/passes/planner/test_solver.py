@@ -111,3 +111,20 @@ def test_an_objective_that_would_spoil_the_bound_is_refused() -> None:
     model = Model("constant")
     with pytest.raises(AssertionError):
         model.minimise(7 + model.binary("x"))
+
+
+def test_highs_has_the_program_that_pulp_gives_it_row_by_row(used: str) -> None:
+    given = []
+    for own in (True, False):
+        model = market_split(size=6, rows=3)
+        model.require(model.real("part", 0.5) + 0 * model.binary("y") >= 0.25, "at_least")
+        highs = pulp.HiGHS(msg=False)
+        if own:
+            highs.buildSolverModel = model._give
+        highs.createAndConfigureSolver(model._problem)
+        highs.buildSolverModel(model._problem)
+        lp = model._problem.solverModel.getLp()
+        parts = lp.col_cost_, lp.col_lower_, lp.col_upper_, lp.row_lower_, lp.row_upper_, lp.integrality_
+        matrix = lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_
+        given.append([list(each) for each in (*parts, *matrix)])
+    assert given[0] == given[1]
