@@ -7,7 +7,6 @@ one device, and their wires differ only in the ranks and rows of what they send.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import replace
 from functools import cache
 
 from splitc.cost_models.simulation.batches import Batch
@@ -68,7 +67,8 @@ class Programs:
 
 
 def _without_ranks(op: WireOp) -> Hashable:
-    return op.kind, replace(op.payload, rows=(0, 0), columns=None, more=0), op.shape, op.sent, op.times, len(op.ranks)
+    p, others = op.payload, (op.shape, op.sent, op.times, len(op.ranks))
+    return op.kind, p.what, p.name, p.role, p.peer, p.bucket, p.microbatch, others
 
 
 def _positions(ops: Iterable[WireOp], begun: Iterable[WireOp]) -> list[int]:

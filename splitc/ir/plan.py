@@ -347,7 +347,8 @@ class Plan:
     @cached_property
     def decision(self) -> dict[str, Any]:
         """All fields but the prediction, under their names in plan.json."""
-        decided = asdict(replace(self.decided, prediction=Prediction()))
+        decided = asdict(replace(self.decided, placements={}, prediction=Prediction()))
+        decided["placements"] = {name: {**vars(place)} for name, place in self.decided.placements.items()}
         del decided["prediction"], decided["part_of"]
         for place in decided["placements"].values():
             for part in ("state", "arrives"):
