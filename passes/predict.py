@@ -17,7 +17,7 @@ from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import base_digest, digest
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
-from splitc.ir.prediction import Prediction
+from splitc.ir.prediction import Later, Prediction
 from splitc.ir.program import LoweredProgram
 
 
@@ -44,7 +44,7 @@ class Predict(Pass[LoweredProgram, LoweredProgram]):
             cluster=cluster.name,
             based_on=base_digest(cluster),
             factors={} if learned is None else learned.factors,
-            weights=weights(program, cluster, timeline),
+            weights=Later(lambda: weights(program, cluster, timeline)),
             basis="measured" if ran else basis(program, cluster),
             ran=ran,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -52,6 +53,17 @@ class Tried:
     failed: str = ""
 
 
+class Later(UserDict[str, Any]):
+    """A mapping that `find` makes when it is first read."""
+
+    def __init__(self, find: Callable[[], dict[str, Any]]) -> None:
+        self._find = find
+
+    @cached_property
+    def data(self) -> dict[str, Any]:  # type: ignore[override]  # what UserDict reads
+        return self._find()
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The prices of a plan on a cluster.
@@ -95,7 +107,7 @@ class Prediction:
         return self.priced if self.all is None else self.all()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "all": None}
+        return {**vars(self), "all": None, "weights": {**self.weights}}
 
     @property
     def simulated_seconds(self) -> float:
@@ -105,7 +117,7 @@ class Prediction:
     def to_dict(self) -> dict[str, Any]:
         """The fields under their names in plan.json."""
         left_out = {"all", *(name for name in _WHERE_KNOWN if not getattr(self, name))}
-        found = asdict(replace(self, all=None)).items()
+        found = asdict(replace(self, all=None, weights={**self.weights})).items()
         return {KEYS.get(name, name): value for name, value in found if name not in left_out}
 
     @classmethod

@@ -6,7 +6,7 @@ import json
 import pickle
 from dataclasses import replace
 
-from splitc.ir.prediction import PREDICTION_KEYS, Candidate, Prediction, Tried
+from splitc.ir.prediction import PREDICTION_KEYS, Candidate, Later, Prediction, Tried
 from splitc.runtime.transport.phases import Phases
 
 PREDICTION = Prediction(
@@ -51,6 +51,18 @@ def test_all_candidates_are_priced_once_and_only_when_they_are_read() -> None:
     lazy = replace(PREDICTION, all=every)
     assert lazy.to_dict() == PREDICTION.to_dict() and not calls
     assert len(lazy.candidates) == len(lazy.candidates) == 2 and len(calls) == 1
+
+
+def test_weights_are_found_once_and_only_when_they_are_read() -> None:
+    calls: list[int] = []
+
+    def find() -> dict[str, tuple[float, ...]]:
+        calls.append(1)
+        return {"matmul": (0.5, 1.0, 0.0)}
+
+    lazy, found = (replace(PREDICTION, weights=weights) for weights in (Later(find), {"matmul": (0.5, 1.0, 0.0)}))
+    assert lazy.simulated_seconds and not calls
+    assert lazy.to_dict() == found.to_dict() and pickle.loads(pickle.dumps(lazy)) == found == lazy and calls == [1]
 
 
 def test_a_pickled_prediction_has_the_candidates_that_were_priced() -> None:
