@@ -32,7 +32,7 @@ from splitc.ir.program import Program, Refusal, TensorSpec
 from splitc.ir.regions import regions
 from splitc.runtime.generators import same_generators
 
-_SMALL = 1 << 24  # numbers that a forward of three examples reads and makes: less than a second
+_SMALL = 1 << 24  # numbers that a forward of three examples reads and makes, and 2^16 a node: less than a second
 
 _RUNNING: set[threading.Thread] = set()
 
@@ -117,7 +117,7 @@ def _may_wait(program: Program, model: nn.Module, example: Example) -> bool:
     read = sum(p.numel() for p in model.parameters())
     return (
         threading.current_thread() is threading.main_thread()
-        and read + made > _SMALL
+        and read + made + (len(specs) << 16) > _SMALL
         and read <= LARGE
         and all(tensor.device.type == "cpu" for tensor in tensors)
         and is_known(program)
