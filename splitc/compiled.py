@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from splitc.cost_models.clusters.named import is_this_machine, load_cluster
 from splitc.errors import LaunchError, PlacementError
 from splitc.ir.autocast import autocast_for, under_autocast
 from splitc.ir.cluster_file import base_digest
+from splitc.ir.fake_mode import FakeMode
 from splitc.ir.pass_manager import Watcher
 from splitc.ir.plan import Plan
 from splitc.ir.printer import rank_graph
@@ -64,8 +66,9 @@ def compile_example(
     traced: list[Program] = []
 
     def program(behind: Behind | None = None) -> LoweredProgram:
-        traced[:] = [analysed(model, example, evaluation=evaluation, behind=behind)]
-        return specialise(traced[0], settings, plan, watch)
+        with _few_objects():
+            traced[:] = [analysed(model, example, evaluation=evaluation, behind=behind)]
+            return specialise(traced[0], settings, plan, watch)
 
     world = settings.world if plan is None else plan.world
     if plan is None and is_this_machine(settings.cluster) and rank_among(world, alone=-1) >= 0:
@@ -81,6 +84,23 @@ def compile_example(
         behind.start()
     made.analysed = lambda: traced[0] if traced else analysed(model, example, evaluation=evaluation)
     return made
+
+
+@contextmanager
+def _few_objects() -> Iterator[None]:
+    """Let garbage collection walk only what is made meanwhile, not all of torch and its compiler each time."""
+    is_ours = gc.isenabled() and not gc.get_freeze_count()
+    try:
+        if is_ours:
+            gc.disable()
+            FakeMode()  # the first one imports the compiler
+            gc.freeze()
+            gc.enable()
+        yield
+    finally:
+        if is_ours:
+            gc.enable()
+            gc.unfreeze()
 
 
 class CompiledProgram:

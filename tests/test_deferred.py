@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import splitc
-from splitc.compiled import CompiledProgram
+from splitc.compiled import CompiledProgram, _few_objects
 from splitc.cost_models.calibration import hosts
 from splitc.cost_models.calibration.calibrate import Calibration
 from splitc.cost_models.clusters import named
@@ -300,3 +301,21 @@ def test_one_process_of_several_hosts_asks_for_the_cluster(monkeypatch: pytest.M
         deferred.compile(batch_of(4))
     described = splitc.compile(*given, cluster=CLUSTER, strategy="data_parallel")
     assert isinstance(described, CompiledProgram) and described.plan.world == 2
+
+
+def test_what_was_made_before_compiling_is_not_walked_meanwhile_and_collection_stays_as_it_was() -> None:
+    assert gc.isenabled() and not gc.get_freeze_count()
+    with pytest.raises(LaunchError), _few_objects():
+        frozen = gc.get_freeze_count()
+        with _few_objects():
+            pass
+        assert gc.isenabled() and gc.get_freeze_count() == frozen > 100_000
+        raise LaunchError("what compiling raises")
+    assert gc.isenabled() and not gc.get_freeze_count()
+    gc.disable()
+    try:
+        with _few_objects():
+            assert not gc.isenabled() and not gc.get_freeze_count()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
