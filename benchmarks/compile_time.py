@@ -2,25 +2,33 @@
 
     python -m benchmarks.compile_time
     python -m benchmarks.compile_time resnet152 gpt2 --strategy data_parallel --profile tracing
-    python -m benchmarks.compile_time vgg16 --answer --world 8
+    python -m benchmarks.compile_time --answer
+    python -m benchmarks.compile_time vgg16 resnet18 --answer --world 8
 
 The phases are those that the command line names.  One more is `again`, the analysis of the same model for another
 strategy, world or cluster in the same process, which does not validate it again and reads the counted costs.
 
 One thread; each model at a batch of 8, for four ranks of a described cluster.
 
---answer: seconds by the clock, on all threads, from the call of `splitc.compile` to its plan, and from there to the
-verdict of validation, which follows behind; beside them forward and backward of three examples.
+--answer: seconds from the call of `splitc.compile` to its plan, by the clock and of CPU, and from there to the verdict
+of validation, which follows behind; beside them forward and backward of three examples.  Each model in a process of
+its own, which has imported torch, on this machine as a cluster, without a cache.  Without models: VGG-16 on 8 ranks,
+ResNet-152 on 1,024, a chain of 1,000 layers on 16, and the median of those of `benchmarks.real_models` on 4.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import multiprocessing
 import os
 import pstats
+import statistics
 import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -29,11 +37,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import splitc
+from benchmarks.real_models import case as real
+from benchmarks.real_models.__main__ import installed
 from examples.alexnet import alexnet
 from examples.resnet import resnet18
 from examples.transformer import next_token_loss, transformer
 from examples.vgg16 import vgg16
 from splitc.capture.example.example import Example
+from splitc.cost_models.clusters.named import load_cluster
 from splitc.passes.analysis import analyse
 from splitc.passes.planner.strategy import parse_strategy
 from splitc.specialise import Settings, specialise
@@ -86,6 +97,11 @@ def gpt2() -> nn.Module:
     return transformer(50257, 768, 12, 12, 1024, tied=True)
 
 
+def chain(depth: int = 1_000) -> nn.Module:
+    """So many linear layers, with a ReLU between any two."""
+    return nn.Sequential(*(nn.ReLU() if k % 2 else nn.Linear(64, 64) for k in range(2 * depth - 1)))
+
+
 def _images(size: int, classes: int) -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, 3, size, size), torch.randint(classes, (BATCH,))
 
@@ -101,6 +117,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
     "resnet152": (resnet152, lambda: _images(224, 1000), F.cross_entropy),
     "transformer": (transformer, lambda: _tokens(64, 32_000), next_token_loss),
     "gpt2": (gpt2, lambda: _tokens(64, 50257), next_token_loss),
+    "chain": (chain, lambda: (torch.randn(BATCH, 64), torch.randint(64, (BATCH,))), F.cross_entropy),
 }
 
 
@@ -149,47 +166,69 @@ def measure(name: str, strategy: str, profiled: str | None = None) -> dict[str, 
     return phases.seconds
 
 
-def answer(name: str, strategy: str, world: int) -> tuple[float, float, float]:
-    """Seconds to the plan, from there to the verdict, and of a forward and backward of three examples."""
-    make, data, loss = MODELS[name]
+def answer(name: str, strategy: str, world: int, is_real: bool = False) -> tuple[float, ...]:
+    """Seconds to the plan, the same of CPU, and to the verdict; of forward and backward of three examples.
+
+    is_real: a model of `benchmarks.real_models`, which is not run.
+    """
+    warnings.simplefilter("ignore")
+    os.environ |= {"SPLITC_ADVICE": "0", "SPLITC_CACHE": "off"}
     torch.manual_seed(0)
-    model, (inputs, target) = make(), data()
-    os.environ["SPLITC_ADVICE"] = "0"
-    with TemporaryDirectory() as folder:
-        os.environ["SPLITC_CACHE"] = folder
-        begin = time.perf_counter()
-        program = splitc.compile(model, world, inputs, target, loss, cluster=CLUSTER, strategy=strategy)
-        assert isinstance(program, splitc.CompiledProgram) and program.plan
-        planned = time.perf_counter()
-        program.validated()
-        done = time.perf_counter()
-    for _ in range(2):
+    if is_real:
+        case = real.entries()[name].make(BATCH)
+    else:
+        make, data, loss = MODELS[name]
+        case = real.Case(make(), *data(), loss)
+    case.module.train()
+    cluster, three = load_cluster(None), case.rows(slice(0, 3))
+    begin, used = time.perf_counter(), time.process_time()
+    given = case.module, world, case.inputs, case.target, case.loss
+    program = splitc.compile(*given, cluster=cluster, strategy=strategy)
+    assert isinstance(program, splitc.CompiledProgram) and program.plan
+    planned, used = time.perf_counter(), time.process_time() - used
+    program.validated()
+    done = run = time.perf_counter()
+    for _ in range(0 if is_real else 2):
         run = time.perf_counter()
-        loss(model(inputs[:3]), target[:3]).backward()
-    return planned - begin, done - planned, time.perf_counter() - run
+        case.loss(case.module(three[0]), three[1]).backward()
+    return planned - begin, used, done - planned, time.perf_counter() - run
+
+
+def answers(models: list[str], strategy: str, world: int) -> None:
+    """Print a line for each model, one after the other; without models the four figures."""
+    asked = [(name, world) for name in models] or [("vgg16", 8), ("resnet152", 1024), ("chain", 16)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.compile_time"])
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        print("| model | ranks | to the plan, s | CPU, s | from there to the verdict, s | forward, backward of 3, s |")
+        print("|---|---:|---:|---:|---:|---:|")
+        for name, ranks in asked:
+            cells = [f"{each:.2f}" for each in pool.submit(answer, name, strategy, ranks).result()]
+            print(f"| {' | '.join([name, str(ranks), *cells])} |", flush=True)
+        known = [] if models else [name for name, entry in real.entries().items() if installed(entry.package)]
+        found = list(pool.map(answer, known, repeat(strategy), repeat(WORLD), repeat(True)))
+    if found:
+        cells = [f"{statistics.median(each):.2f}" for each in list(zip(*found, strict=True))[:3]]
+        print(f"| median of {len(found)} real models | {' | '.join([str(WORLD), *cells, ''])} |")
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compile_time", description=__doc__.partition("\n")[0])
-    parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
+    parser.add_argument("models", nargs="*", help=", ".join(MODELS))
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--profile", choices=PHASES)
     parser.add_argument("--answer", action="store_true")
     parser.add_argument("--world", type=int, default=WORLD)
     options = parser.parse_args()
     if options.answer:
-        print("| model | to the plan, s | from there to the verdict, s | forward and backward of 3, s |")
-        print("|---|---:|---:|---:|")
-        for name in options.models:
-            cells = [f"{each:.2f}" for each in answer(name, options.strategy, options.world)]
-            print(f"| {' | '.join([name, *cells])} |", flush=True)
+        answers(options.models, options.strategy, options.world)
         return
     torch.set_num_threads(1)
     measure("resnet18", options.strategy)  # what torch imports and starts on first use
     print(f"| model | {' | '.join((*PHASES, 'all but validating'))} |")
     print("|---|" + "---:|" * (len(PHASES) + 1))
-    for name in options.models:
+    for name in options.models or MODELS:
         seconds = measure(name, options.strategy, options.profile)
         own = sum(seconds[phase] for phase in OF_ONE_COMPILE if phase != "validating")
         cells = [f"{each:.2f}" for each in (*seconds.values(), own)]
