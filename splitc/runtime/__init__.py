@@ -7,15 +7,16 @@ if TYPE_CHECKING:
     from .own_code import OwnModel, own_function, own_model, own_module
     from .role_comm import RoleComm
     from .spec import BatchGuard, Input, Neurons, RankSpec, RoleSpec, Rounds, Route, Rows, Shard
+    from .transport.formats import Wire
     from .weights import Tree
     from .worker import Worker
 
 __all__ = [
     "BatchGuard", "Input", "Neurons", "OwnModel", "RankSpec", "RoleComm", "RoleSpec", "Rounds", "Route", "Rows",
-    "Shard", "Tree", "Worker", "own_function", "own_model", "own_module",
+    "Shard", "Tree", "Wire", "Worker", "own_function", "own_model", "own_module",
 ]  # fmt: skip
 
-_HOMES = {"RoleComm": "role_comm", "Tree": "weights", "Worker": "worker"}
+_HOMES = {"RoleComm": "role_comm", "Tree": "weights", "Wire": "transport.formats", "Worker": "worker"}
 _HOMES |= dict.fromkeys(("OwnModel", "own_function", "own_model", "own_module"), "own_code")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .feedback.feature import ErrorFeedback
 from .late_multiply.feature import LateMultiplied
 from .moments import Feature
 from .rounds.feature import InRounds
@@ -13,4 +14,5 @@ FEATURES: tuple[type[Feature], ...] = (
     InRounds,
     OnServers,
     LateMultiplied,
+    ErrorFeedback,
 )

@@ -16,6 +16,7 @@ order checked at compile time holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .collectives.divided_layers import DividedLayers
@@ -42,17 +43,24 @@ class RoleComm:
     """A rank's communicator in one role.
 
     `comm[k]` is the communicator in microbatch k: the examples that it moves, counts and draws for are those of piece k
-    of the batch.  `comm` itself has the whole batch.
+    of the batch.  `comm` itself has the whole batch.  `comm.errors` is the same for gradients of values, where these
+    travel in another format.
 
     role: its name.  members: the ranks of its model-parallel group, or this rank alone.  shared: what its parts share.
     counted: the examples.
     """
 
-    def __init__(self, shared: Role, parts: Sequence[Any] | None = None, microbatch: int | None = None) -> None:
+    def __init__(
+        self,
+        shared: Role,
+        parts: Sequence[Any] | None = None,
+        microbatch: int | None = None,
+        kind: str = "activations",
+    ) -> None:
         self.shared, self.role, self.members = shared, shared.spec.role, shared.members
         self.counted = Examples(shared, microbatch)
         made = [make(shared) for make in PARTS] if parts is None else parts
-        self.parts = [part.within(self.counted) if isinstance(part, Part) else part for part in made]
+        self.parts = [part.within(self.counted, kind) if isinstance(part, Part) else part for part in made]
         for part in self.parts:
             names = [name for name in dir(type(part)) if not name.startswith("_") and not hasattr(Part, name)]
             vars(self).update({name: getattr(part, name) for name in names})
@@ -66,6 +74,11 @@ class RoleComm:
         if microbatch not in self._within:
             self._within[microbatch] = RoleComm(self.shared, self.parts, microbatch)
         return self._within[microbatch]
+
+    @cached_property
+    def errors(self) -> RoleComm:
+        """The communicator that is given gradients of values, on their way back."""
+        return RoleComm(self.shared, self.parts, self.counted.microbatch, "errors")
 
     def microbatches(self) -> list[int]:
         """Those of a step in which this rank's group has examples; the first one where it has none in any."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .transport.formats import AS_COMPUTED, Wire
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -200,6 +202,7 @@ class RankSpec:
     predicts: the inputs that its `predict` takes.  no_outputs: why the ranks cannot predict, if they cannot.
     scales_loss: whether backward begins with the scaled loss, since the program runs in float16.
     reader: what it does as one of the readers, to which the model's output travels; None where it does not.
+    wire: the formats in which numbers travel in training.
     """
 
     index: int
@@ -219,6 +222,7 @@ class RankSpec:
     no_outputs: str = ""
     reader: RoleSpec | None = None
     scales_loss: bool = False
+    wire: Wire = AS_COMPUTED
 
     @property
     def role(self) -> str:

@@ -28,6 +28,7 @@ class GradientSum:
     def __init__(self, stage: nn.Module, buckets: Buckets, algorithm: str = "backend", flags: bool = False) -> None:
         self._algorithm, self._flags = algorithm, flags
         parameters = dict(stage.named_parameters(remove_duplicate=False))
+        self._names = [bucket[0] for bucket in buckets]
         self._buckets = [[parameters[name] for name in bucket] for bucket in buckets]
         self.parameters = {parameter for bucket in self._buckets for parameter in bucket}
         self._in_order = InOrder(self._buckets, self._start, "its sum had started")
@@ -64,8 +65,11 @@ class GradientSum:
         if self._flags:
             parts.append(parts[0].new_tensor([p.grad is not None for p in bucket]))
         total = torch.cat(parts) if len(parts) > 1 else parts[0]  # one alone is summed where it is
-        sum_up = doubling.all_reduce if self._algorithm == "recursive_doubling" else Transport.all_reduce
-        self._started.append((total, sum_up(transport, total, ranks[k])))
+        if self._algorithm == "recursive_doubling":
+            work = doubling.all_reduce(transport, total, ranks[k])
+        else:
+            work = transport.summed(total, ranks[k], self._names[k])
+        self._started.append((total, work))
 
 
 def all_reduce_tied(transport: Transport, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
@@ -77,7 +81,7 @@ def all_reduce_tied(transport: Transport, stage: nn.Module, tied: Mapping[str, t
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         total = flat(parameter.grad, parameter)
-        under_way.append((parameter, total, transport.all_reduce(total, ranks)))
+        under_way.append((parameter, total, transport.summed(total, ranks, name)))
     for parameter, total, work in under_way:
         work.wait()
         parameter.grad = shaped(total, parameter)

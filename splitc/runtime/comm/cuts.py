@@ -35,7 +35,7 @@ class CutComm(Part):
             if peer == self.role.transport.rank:
                 messages.put_local(own, role, part)
             else:
-                messages.send(part, peer, self.examples.way(role))
+                messages.send(part, peer, self.examples.way(role), self.role.carrying(self.kind))
 
     def recv(
         self, role: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int = 1, of: str = "batch", to: str = "batch"
@@ -58,7 +58,7 @@ class CutComm(Part):
             if peer == transport.rank:
                 part.copy_(messages.receive_local(role, own))
             else:
-                works.append(transport.irecv(part, peer))
+                works.append(self.role.carrying(self.kind).irecv(part, peer))
 
         def arrived() -> Tensor:
             messages.answered(self.examples.way(role))  # what comes back is made of what was sent

@@ -34,7 +34,8 @@ class GradientComm(Part):
         if stage not in self.sums:
             self.sums[stage] = GradientSum(stage, buckets, spec.all_reduce, flags)
         ranks = [role.among(bucket[0] in spec.own_sums).ranks for bucket in buckets]
-        with self.sums[stage].while_backward(role.transport, ranks, self.examples.go_on, early):
+        transport = role.transport if flags else role.carrying("gradients")  # which would round the flags too
+        with self.sums[stage].while_backward(transport, ranks, self.examples.go_on, early):
             yield
             role.deferred.finish()
         if self.examples.go_on:  # ranks may wait for what this one sends next before they join
@@ -47,7 +48,7 @@ class GradientComm(Part):
     def all_reduce_tied(self, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
         """Sum the gradients of parameters that several roles use over all ranks that hold a copy of them."""
         if self.role.context.is_last:
-            gradients.all_reduce_tied(self.role.transport, stage, tied)
+            gradients.all_reduce_tied(self.role.carrying("gradients"), stage, tied)
 
     def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear layer whose weight's gradient is computed while gradients of values travel."""

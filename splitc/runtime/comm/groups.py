@@ -58,14 +58,14 @@ class GroupComm(Part):
     ) -> Arriving:
         """Start to bring a value, or a gradient, to another state; `wait` of what is returned gives it."""
         value, transition = self._given(value), Transition(State(source), State(target))
-        return self.role.group.start(value, transition, self._extents(features, dim, rows))
+        return self.role.group.start(value, transition, self._extents(features, dim, rows), self.kind)
 
     def _moved(
         self, value: Tensor | None, source: State, target: State, features: int = 0, dim: int = 0, rows: int = 1
     ) -> Tensor:
         """A value in another state, as the group divides it."""
         value, transition = self._given(value), Transition(source, target)
-        return self.role.group.transition(value, transition, self._extents(features, dim, rows))
+        return self.role.group.transition(value, transition, self._extents(features, dim, rows), self.kind)
 
     def _given(self, value: Tensor | None) -> Tensor:
         return given(value, self.examples, self.role.spec.role, "gathered")

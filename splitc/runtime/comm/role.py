@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -19,7 +19,13 @@ from ..collectives.layouts import State
 from ..collectives.model_parallel import Group
 from ..pieces import Interval, indices, pieces_of
 from ..spec import RankSpec, RoleSpec, Shard, StepContext
+from ..transport.base import Transport
+from ..transport.formats import EXACT
 from ..transport.messages import Messages
+from ..transport.short import Short
+
+FACTORS = "factors"
+"""The kind of what late-multiplied layers gather."""
 
 
 class Leg(NamedTuple):
@@ -43,6 +49,7 @@ class Role:
     optimizer_state: gives the state of a parameter; a worker with an optimizer puts its own in place.
     synchronised: normalisations whose statistics are of all replicas' examples.
     context: the step.  numbers: its seed, its number and its first example as a tensor (`seeded.kernels`).
+    short: kind of payload -> its transport in a short format, where it has one.
     drawn: (microbatch, own) -> the indices of the examples of the group, or of this rank's own.
     busy: its microbatches in which the group has examples; the first one where it has none in any.
     """
@@ -58,10 +65,15 @@ class Role:
     ) -> None:
         """update, deferred: see `Rank`."""
         transport = messages.transport
+        formats = {**asdict(rank.wire), FACTORS: rank.wire.factors}
+        self.short = {kind: Short(transport, name) for kind, name in formats.items() if name != EXACT}
         self.rank, self.spec, self.messages, self.transport = rank, spec, messages, transport
         self.members, self.examples_of = spec.group or (transport.rank,), examples_of
         self.update, self.deferred = update, deferred
-        self.group, self.replicas = Group(transport, self.members, deferred), Group(transport, spec.replicas)
+        self.group, self.replicas = (
+            Group(transport, self.members, deferred, self.carrying),
+            Group(transport, spec.replicas),
+        )
         self.everyone = Group(transport, spec.ranks or spec.replicas)
         self.optimizer_state: Callable[[nn.Parameter], MutableMapping[str, Any]] = lambda parameter: {}
         self.context = StepContext(rank.batch_offsets, rank.batch_offsets)
@@ -95,6 +107,10 @@ class Role:
             return self.context.offsets[-1]
         intervals = (self.context.interval(self.examples_of[rank]) for rank in self.spec.unit)
         return sum(last - first for first, last in intervals)
+
+    def carrying(self, kind: str) -> Transport:
+        """The transport of payloads of a kind: a field of `Wire`, or what late-multiplied layers gather."""
+        return self.short.get(kind, self.transport) if self.context.training else self.transport
 
     def among(self, own: bool) -> Group:
         """The ranks that sum over examples; own: that have their own, not those of their group."""
@@ -194,10 +210,14 @@ class Examples:
 
 @dataclass
 class Part:
-    """What generated code calls about one thing in a role and a microbatch; its public methods are a communicator's."""
+    """What generated code calls about one thing in a role and a microbatch; its public methods are a communicator's.
+
+    kind: of the values that it is given, see `Wire`.
+    """
 
     role: Role
     examples: Examples = field(init=False)
+    kind: str = field(init=False, default="activations")
 
     def __post_init__(self) -> None:
         self.examples = Examples(self.role)
@@ -215,10 +235,10 @@ class Part:
         """The parameters of which the stage has copies, which other ranks update."""
         return set()
 
-    def within(self, examples: Examples) -> Self:
-        """The same in a microbatch."""
+    def within(self, examples: Examples, kind: str) -> Self:
+        """The same in a microbatch, of values of a kind."""
         part = copy(self)
-        part.examples = examples
+        part.examples, part.kind = examples, kind
         return part
 
 

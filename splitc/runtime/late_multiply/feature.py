@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..comm.role import Part
+from ..comm.role import FACTORS, Part
 from ..moments import Feature
 from .layers import LateMultiply
 
@@ -19,7 +19,7 @@ class LateMultiplyComm(Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._late = LateMultiply(self.role.transport, self.role.spec.replicas)
+        self._late = LateMultiply(self.role.carrying(FACTORS), self.role.spec.replicas)
 
     def late_multiply(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear layer whose weight gradient is computed from all replicas' inputs and output errors."""

@@ -79,7 +79,7 @@ class ServerComm(Part):
 
     def _server(self, stage: nn.Module) -> Server:
         parameters = {**dict(stage.named_parameters(remove_duplicate=False)), **self.updated(stage)}
-        return Server(self.role.messages, parameters)
+        return Server(self.role.messages, parameters, self.role.carrying)
 
     def _buckets_of(self, stage: nn.Module, buckets: Sequence[Bucket]) -> ServedBuckets:
         if stage not in self.buckets:

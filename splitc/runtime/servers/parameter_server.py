@@ -12,7 +12,7 @@ All ranks go through the messages in one order: by bucket, then by rows, then by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from ..collectives.in_order import InOrder
 from ..memory_format import flat, shaped
 from ..spec import Bucket, Served, Shard
-from ..transport.base import AllOf
+from ..transport.base import AllOf, Transport
 from ..transport.messages import Arriving, Messages
+from ..transport.short import Short, decoded
 from ..weights import part_of
 
 COALESCED_BELOW = 1 << 20
@@ -76,10 +77,19 @@ def served_parameters(stage: nn.Module, rows: Mapping[str, Shard]) -> dict[str, 
 
 
 class Server:
-    """The server's side.  parameters: its rows of every parameter that it holds; sums are left in their `.grad`."""
+    """The server's side.  parameters: its rows of every parameter that it holds; sums are left in their `.grad`.
 
-    def __init__(self, messages: Messages, parameters: Mapping[str, nn.Parameter]) -> None:
+    carrying: gives the transport of gradients, which may be `Short`; parameters travel as they are.
+    """
+
+    def __init__(
+        self,
+        messages: Messages,
+        parameters: Mapping[str, nn.Parameter],
+        carrying: Callable[[str], Transport] | None = None,
+    ) -> None:
         self._messages, self._parameters = messages, parameters
+        self.carrying = carrying or (lambda kind: messages.transport)
         self._rank = messages.transport.rank
 
     def send(self, message: Message, workers: Sequence[int]) -> None:
@@ -94,17 +104,16 @@ class Server:
 
         local: this rank's own, where it is a worker too.
         """
-        rows = [self._parameters[piece.name] for piece in message]
-        parts = [local if local is not None and worker == self._rank else _empty(rows) for worker in workers]
+        rows, by = [self._parameters[piece.name] for piece in message], self.carrying("gradients")
+        parts = [local if local is not None and worker == self._rank else _arriving(by, rows) for worker in workers]
         assert local is not None or self._rank not in workers, "a server on a worker's rank receives while it pushes"
         receives = ((part, worker) for part, worker in zip(parts, workers, strict=True) if worker != self._rank)
 
         def summed() -> Tensor:
             """In rank order, as views of one tensor."""
-            total = reduce(Tensor.add_, parts)
+            total = reduce(Tensor.add_, (_arrived(by, part, rows) for part in parts))
             gradients = [gradient for _, gradient in _unpacked(total, rows)]
-            marks = torch.cat([_mark(gradient).reshape(-1) for gradient in gradients])
-            reached = self._messages.transport.decided((marks != 0) | ~torch.signbit(marks))
+            reached = self._messages.transport.decided(_reached(gradients))
             for row, gradient, somewhere in zip(rows, gradients, reached, strict=True):
                 row.grad = shaped(flat(gradient, row), row) if somewhere else None
             return total
@@ -211,7 +220,8 @@ class ServedBuckets:
                 local = packed.clone() if len(message) == 1 else packed
                 self._sums.append(self._server.receive(message, self._workers, local))
             else:
-                self._messages.send(packed, message[0].server)
+                leaving = _leaving(self._server.carrying("gradients"), packed, message, self._parameters)
+                self._messages.send(leaving, message[0].server)
         for parameter in self._bucket_parameters[bucket]:
             parameter.grad = None
 
@@ -229,6 +239,42 @@ def _mark(gradient: Tensor) -> Tensor:
     if not gradient.numel():
         return gradient.real.new_ones(1)
     return (torch.view_as_real(gradient) if gradient.is_complex() else gradient).as_strided((1,), (1,))
+
+
+def _reached(gradients: Iterable[Tensor]) -> Tensor:
+    """Which of them backward reached on any rank."""
+    marks = torch.cat([_mark(gradient).reshape(-1) for gradient in gradients])
+    return (marks != 0) | ~torch.signbit(marks)
+
+
+def _leaving(by: Transport, packed: Tensor, message: Message, parameters: Mapping[str, Tensor]) -> Tensor:
+    """What is pushed: the gradients, or their bytes in a short format, and behind them the marks, which it may lose."""
+    if not (isinstance(by, Short) and by.format.shortens(packed.dtype, packed.numel())):
+        return packed
+    rows = [_rows(parameters[piece.name], piece) for piece in message]
+    reached = _reached(gradient for _, gradient in _unpacked(packed, rows))
+    residual = by.residual(f"{message[0].name}[{message[0].first}]", packed)
+    return torch.cat([by.leaving(packed.reshape(-1), residual), reached.byte()])
+
+
+def _arriving(by: Transport, rows: Sequence[Tensor]) -> Tensor:
+    """What a push is received in."""
+    like = _empty(rows)
+    if not (isinstance(by, Short) and by.format.shortens(like.dtype, like.numel())):
+        return like
+    return torch.empty(by.format.nbytes(like.numel()) + len(rows), dtype=torch.uint8, device=like.device)
+
+
+def _arrived(by: Transport, data: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    """The gradients that came, as they were packed."""
+    if not (isinstance(by, Short) and data.dtype is torch.uint8):
+        return data
+    like = _empty(rows)
+    packed = decoded(by.format, data[: -len(rows)], like).to(like.dtype).view(like.shape)
+    for (_, gradient), reached in zip(_unpacked(packed, rows), data[-len(rows) :], strict=True):
+        mark = _mark(gradient)
+        mark.copy_(torch.where(reached > 0, mark + 0.0, -0.0))
+    return packed
 
 
 def _rows(tensor: Tensor, piece: Piece) -> Tensor:

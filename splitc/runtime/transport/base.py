@@ -147,6 +147,10 @@ class Transport(ABC):
         self._count(Collective.ALL_REDUCE, tensor.nbytes, tensor.nbytes, len(ranks))
         return self._all_reduce(tensor, ranks, maximum) if tensor.numel() and len(ranks) > 1 else CompletedWork()
 
+    def summed(self, tensor: Tensor, ranks: tuple[int, ...], name: str) -> Work:
+        """Start to replace `tensor` by its sum, which has the same name in every step (`Short.summed`)."""
+        return self.all_reduce(tensor, ranks)
+
     def broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
         """Start to replace `tensor` on all `ranks` by that of the global rank `src`."""
         self._check_group("broadcast", ranks)

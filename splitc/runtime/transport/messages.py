@@ -34,9 +34,9 @@ class Messages:
         self._unfinished: list[Callable[[], None]] = []
         self._local: defaultdict[tuple[str, str], deque[Tensor]] = defaultdict(deque)
 
-    def send(self, tensor: Tensor, dst: int, answer: object = None) -> None:
+    def send(self, tensor: Tensor, dst: int, answer: object = None, by: Transport | None = None) -> None:
         """Start to send `tensor`, which must not change before `wait`.  answer: what shows that it has arrived."""
-        self._pending[answer].append(self.transport.isend(tensor, dst))
+        self._pending[answer].append((by or self.transport).isend(tensor, dst))
 
     def put_local(self, src: str, dst: str, tensor: Tensor) -> None:
         """Leave a tensor of role `src` for this rank's role `dst`."""

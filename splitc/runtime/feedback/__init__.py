@@ -1,0 +1,1 @@
+"""Error feedback: what sums of gradients in a short format lose is added to the next ones."""

@@ -1,0 +1,173 @@
+"""A rank's access to the others on which numbers travel in a short format; all else is as on the transport inside.
+
+Sums are made in float32: each rank gets its slice of all others' numbers, adds them, and sends the sum to all.  So the
+error of a sum does not grow with the ranks, as it would on a ring.  What several ranks have in the end has the same
+bits on all of them, also on the one that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
+
+import torch
+from torch import Tensor
+
+from . import doubling
+from .base import Message, Transport, Work
+from .formats import FORMATS, Format
+from .recorder import Forwarding
+
+_SCATTER_TAG = 2**31 - 5  # out of the way of programs' tags, and of those of other collectives
+
+
+class Short(Forwarding):
+    """A transport in a format, by its name.  What it sends is counted by the one inside.
+
+    residuals: of each sum that has a name, what the last one lost of this rank's own numbers, and in its slice of the
+    sum.  It is added to the next one, so that over the steps nothing is lost (error feedback).
+    """
+
+    def __init__(self, inner: Transport, name: str) -> None:
+        super().__init__(inner)
+        self.format, self.residuals = FORMATS[name], dict[str, Tensor]()
+
+    @property
+    def waits_hold_the_stream(self) -> bool:
+        return self._inner.waits_hold_the_stream
+
+    def decided(self, numbers: Tensor) -> list[bool]:
+        return self._inner.decided(numbers)
+
+    def summed(self, tensor: Tensor, ranks: tuple[int, ...], name: str) -> Work:
+        """Start to replace `tensor` by its sum, as `all_reduce` does, with the residual of that name."""
+        return self._all_reduce(tensor, ranks, name=name) if len(ranks) > 1 else self.all_reduce(tensor, ranks)
+
+    def leaving(self, part: Tensor, residual: Tensor | None) -> Tensor:
+        """The bytes of numbers and of what is left of those before; what these bytes lose is the residual."""
+        if residual is None:
+            return encoded(self.format, part)
+        data = encoded(self.format, residual.add_(part))
+        residual.sub_(decoded(self.format, data, residual)).nan_to_num_(0.0, 0.0, 0.0)  # nothing of what overflows
+        return data
+
+    def residual(self, name: str, like: Tensor) -> Tensor | None:
+        """That of a name, flat, at first zeros; None where the format has none."""
+        if not (name and self.format.feeds_back):
+            return None
+        if name not in self.residuals or self.residuals[name].numel() != like.numel():
+            self.residuals[name] = like.new_zeros(like.numel(), dtype=_summed_in(like))
+        return self.residuals[name]
+
+    def _check_group(self, what: str, ranks: tuple[int, ...]) -> None:
+        return  # the transport inside does
+
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        return self._inner.isend(self._leaving(tensor), dst, tag)
+
+    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+        data = self._arriving(tensor)
+        return _Decoded(self._inner.irecv(data, src, tag), partial(self._fill, tensor, data))
+
+    def _exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int
+    ) -> Work:
+        leaving = [(self._leaving(x), dst) for x, dst in sends]
+        arriving = [(self._arriving(x), src) for x, src in receives]
+        fill = [partial(self._fill, x, data) for (x, _), (data, _) in zip(receives, arriving, strict=True)]
+        return _Decoded(self._inner.exchange(leaving, arriving, ranks, tag), *fill)
+
+    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False, name: str = "") -> Work:
+        if maximum or not self.format.shortens(tensor.dtype, tensor.numel()):
+            return self._inner.all_reduce(tensor, ranks, maximum)
+        return doubling.all_reduce(self._inner, tensor, ranks, partial(self._halves, name))
+
+    def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
+        return self._inner.broadcast(tensor, src, ranks)
+
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+        if not self.format.shortens(tensor.dtype, sum(output.numel() for output in outputs)):
+            return self._inner.all_gather(outputs, tensor, ranks)
+        return self._gathered(outputs, encoded(self.format, tensor), ranks)
+
+    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
+        if not self.format.shortens(output.dtype, sum(piece.numel() for piece in pieces)):
+            return self._inner.reduce_scatter(output, pieces, ranks)
+        own = pieces[ranks.index(self.rank)]
+        data = {rank: encoded(self.format, x) for rank, x in zip(ranks, pieces, strict=True) if rank != self.rank}
+        work, summed = self._scattered(data, own.reshape(-1), ranks, _SCATTER_TAG)
+        return _Decoded(work, lambda: output.detach().copy_(summed().view(output.shape)))
+
+    def _halves(self, name: str, transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Iterator[Work]:
+        """Those of an all-reduce: to each rank its slice of all numbers, and the sums to all."""
+        index, residual = ranks.index(self.rank), self.residual(name, tensor)
+        parts = tensor.view(-1).tensor_split(len(ranks))
+        lost = [None] * len(ranks) if residual is None else residual.tensor_split(len(ranks))
+        data = {rank: self.leaving(parts[k], lost[k]) for k, rank in enumerate(ranks) if k != index}
+        work, summed = self._scattered(data, parts[index], ranks, doubling.TAG)
+        yield work
+        yield self._gathered(parts, self.leaving(summed(), lost[index]), ranks)
+
+    def _scattered(
+        self, data: dict[int, Tensor], own: Tensor, ranks: tuple[int, ...], tag: int
+    ) -> tuple[Work, Callable[[], Tensor]]:
+        """Start to send each rank its data; and what sums those that come, in rank order, with this rank's own."""
+        arriving = {rank: self._empty(own) for rank in data}
+
+        def summed() -> Tensor:
+            every = (
+                decoded(self.format, arriving[r], own) if r in arriving else own.to(_summed_in(own)) for r in ranks
+            )
+            return reduce(torch.add, every)
+
+        leaving, coming = ([(x, rank) for rank, x in each.items()] for each in (data, arriving))
+        return self._inner.exchange(leaving, coming, ranks, tag), summed
+
+    def _gathered(self, outputs: Sequence[Tensor], own: Tensor, ranks: tuple[int, ...]) -> Work:
+        """Start to fill `outputs` with what each rank has encoded."""
+        sizes = [self.format.nbytes(output.numel()) for output in outputs]
+        data = own.new_empty(sum(sizes)).split(sizes)
+        fill = [partial(self._fill, *each) for each in zip(outputs, data, strict=True)]
+        return _Decoded(self._inner.all_gather([*data], own, ranks), *fill)
+
+    def _leaving(self, tensor: Tensor) -> Tensor:
+        return encoded(self.format, tensor) if self.format.shortens(tensor.dtype, tensor.numel()) else tensor
+
+    def _arriving(self, tensor: Tensor) -> Tensor:
+        """What a message is received in: the tensor itself, if it travels as it is."""
+        return self._empty(tensor) if self.format.shortens(tensor.dtype, tensor.numel()) else tensor
+
+    def _empty(self, like: Tensor) -> Tensor:
+        return torch.empty(self.format.nbytes(like.numel()), dtype=torch.uint8, device=like.device)
+
+    def _fill(self, tensor: Tensor, data: Tensor) -> None:
+        if data is not tensor:
+            tensor.detach().copy_(decoded(self.format, data, tensor).view(tensor.shape))
+
+
+class _Decoded:
+    """The work of data that is decoded once it has come."""
+
+    def __init__(self, work: Work, *decode: Callable[[], object]) -> None:
+        self._work, self._decode = work, decode
+
+    def wait(self) -> None:
+        self._work.wait()
+        for decode in self._decode:
+            decode()
+        self._decode = ()
+
+
+def encoded(form: Format, tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's numbers."""
+    return form.encode(tensor.detach().reshape(-1).to(_summed_in(tensor)))
+
+
+def decoded(form: Format, data: Tensor, like: Tensor) -> Tensor:
+    """As many numbers as a tensor has, flat, of its bytes."""
+    return form.decode(data, like.numel()).to(_summed_in(like))
+
+
+def _summed_in(tensor: Tensor) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.promote_types(tensor.dtype, torch.float32)
