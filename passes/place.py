@@ -40,6 +40,7 @@ from splitc.passes.planner.registry import STRATEGIES
 from splitc.passes.planner.request import Request
 from splitc.passes.planner.search import NEAR
 from splitc.passes.planner.strategy import Strategy, strategy_named
+from splitc.runtime.transport.formats import AS_COMPUTED, EXACT, Wire
 
 _COUNT, _COPIES = Annotated[int, at_least(1)], Annotated[int, at_least(0)]
 _LIMITS = {"world": _COUNT, "global_batch": _COUNT | None, "accumulate": _COUNT, "optimizer_copies": _COPIES}
@@ -60,7 +61,7 @@ class Place(Pass[Program, PlacedProgram]):
     to the readers; None: `program.batch` for each.  memory: bytes of a rank, in place of the
     device's.  optimizer_copies: of the parameters, in the optimizer's state.  time_limit: seconds
     that the search may take.  model: the fingerprint that goes into the plan.  accumulate: batches to an update
-    that are allowed.  fits: whether the ranks of a plan have
+    that are allowed.  wire: the formats in which numbers travel.  fits: whether the ranks of a plan have
     enough memory, to the byte; plans that do not are passed over while their strategy has another one.
 
     Raises PlacementError when no plan meets what was asked for, and CostError for layers that were measured here and a
@@ -80,6 +81,7 @@ class Place(Pass[Program, PlacedProgram]):
     time_limit: float = 60.0
     model: str = ""
     accumulate: int = 1
+    wire: Wire = AS_COMPUTED
     fits: Callable[[Program, Plan], bool] | None = field(default=None, compare=False, repr=False)
 
     def run(self, program: Program) -> PlacedProgram:
@@ -172,7 +174,7 @@ class Place(Pass[Program, PlacedProgram]):
         """The plan with what was asked for beside it."""
         synchronised, sums = bool(self.strategy.sync_batchnorm), {place.sync for place in plan.placements.values()}
         nbytes = bucket_bytes(self.cluster.link_over(range(plan.world))) if "all_reduce" in sums else None
-        return replace(plan, model=self.model, synchronised=synchronised, bucket_bytes=nbytes)
+        return replace(plan, model=self.model, synchronised=synchronised, bucket_bytes=nbytes, wire=self.wire)
 
     def _priced(self, request: Request, everything: bool) -> tuple[PricedPlan, ...]:
         """The best plan of the strategy asked for, or of every strategy, by the simulation."""
@@ -207,6 +209,8 @@ class Place(Pass[Program, PlacedProgram]):
         most = self.cluster.world
         if most is not None and self.world > most:
             found.append(f"{self.world} ranks were asked for, but cluster {self.cluster.name} has {most} devices")
+        if self.wire.gradients != EXACT and (self.strategy.all_reduce or "backend") != "backend":
+            found.append(f"wire: a sum of {self.wire.gradients} gradients is not made by {self.strategy.all_reduce}")
         if self.accumulate != 1 and getattr(self.strategy, "updates", None) == "every":
             found.append(f"accumulate is {self.accumulate!r}, but {self.strategy} updates in every microbatch")
         return found
@@ -227,6 +231,7 @@ class Place(Pass[Program, PlacedProgram]):
             self.strategy.all_reduce or "backend",
             self.strategy.order(AT_ONCE),
             self.accumulate,
+            self.wire,
         )
 
     def _choose(self, priced: tuple[PricedPlan, ...]) -> PricedPlan:

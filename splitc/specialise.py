@@ -33,6 +33,7 @@ from splitc.passes.rewriting import lower
 from splitc.passes.share_forward import with_shared_forward
 from splitc.passes.use_plan import UsePlan
 from splitc.report.what_if import what_fits
+from splitc.runtime.transport.formats import AS_COMPUTED, Wire
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Settings:
     code: str | None = None
     accumulate: int = 1
     tune: float = 0.0
+    wire: Wire = AS_COMPUTED
 
     def place(self, model: str = "", kept: list[LoweredProgram] | None = None) -> Place:
         """The pass that chooses a plan for them.
@@ -71,7 +73,7 @@ class Settings:
             return False
 
         place = partial(Place, cluster, self.world, strategy, self.pins, self.global_batch, self.memory)
-        return place(model=model, accumulate=self.accumulate, fits=fits)
+        return place(model=model, accumulate=self.accumulate, wire=self.wire, fits=fits)
 
 
 def with_norms(model: nn.Module, program: Program, world: int) -> nn.Module:

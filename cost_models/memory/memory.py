@@ -88,6 +88,6 @@ def exchanged_nbytes(program: LoweredProgram, rank: int) -> float:
     for op in wire(program, rank):
         if op.payload.what is not What.BUCKET:
             value = op.payload.of_any_turn
-            nbytes = op.nbytes / (len(op.ranks) if op.algorithm == "all_to_all" else 1)
+            nbytes = (op.computed + op.nbytes * bool(op.form)) / (len(op.ranks) if op.algorithm == "all_to_all" else 1)
             largest[value] = max(largest.get(value, 0.0), nbytes)
     return sum(largest.values())

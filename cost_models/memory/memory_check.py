@@ -121,4 +121,5 @@ def _bound(program: LoweredProgram, rank: int, optimizer_copies: int) -> float:
             moved += cost.saved_bytes + sum(op.bytes_accessed for op in cost.forward_ops)
             backward = max(backward, sum(op.bytes_accessed for op in cost.backward_ops))
     held += sum(nbytes for feature in features() for _, nbytes in feature.holds(program, rank))
-    return (4 + optimizer_copies) * held + moved + backward + 2 * sum(op.nbytes for op in wire(program, rank))
+    exchanged = sum((6 if op.form else 2) * op.computed for op in wire(program, rank))  # what is cast has copies
+    return (4 + optimizer_copies) * held + moved + backward + exchanged

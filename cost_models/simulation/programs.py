@@ -67,7 +67,7 @@ class Programs:
 
 
 def _without_ranks(op: WireOp) -> Hashable:
-    p, others = op.payload, (op.shape, op.sent, op.times, len(op.ranks))
+    p, others = op.payload, (op.shape, op.sent, op.times, len(op.ranks), op.form)
     return op.kind, p.what, p.name, p.role, p.peer, p.bucket, p.microbatch, others
 
 

@@ -47,6 +47,8 @@ class Step:
         self._meanwhile: list[Operation] = []  # gradients of weights that nothing waits for
         self._sends: list[Transfer] = []  # waited for at the step's end
         self._buckets: list[Transfer] = []  # begun by the current backward
+        self._halves: list[WireOp] = []  # the second ones of sums, begun when the first ones have come
+        self._coming: dict[Transfer, float] = {}  # bytes of memory to decode them
         self._arriving: dict[tuple[bool, str, int], list[Transfer]] = defaultdict(list)  # of microbatches
         self._late: list[tuple[str, float]] = []  # layer, seconds to multiply its factors
         self._gathers: list[tuple[WireOp, Transfer]] = []  # of these factors
@@ -55,14 +57,15 @@ class Step:
     def operations(self) -> list[Operation]:
         if not any(self.rank in ranks for ranks in self.plan.ranks_by_roles.values()):
             self._action(Action("sum_loss"), ())  # a rank without work learns the loss
-            self._done.append(Wait(tuple(self._sends)))
+            self._wait(self._sends)
         else:
             actions = self.program.rank_program(self.rank).actions
             own = tuple(each for each in actions if self.batch.does(each))
             for k, action in enumerate(own):
                 self._action(action, own[k + 1 :])
             self._finish()
-            self._done.append(Wait((*self._sends, *self._buckets)))
+            self._summed()
+            self._wait(self._sends)
             self._update(self._trained() if self.batch.last else 0.0)
             ends, begins = ([a for a in actions if a.row.when is w] for w in (When.AFTER_ROUND, When.BEFORE_ROUND))
             self._between([a for a in ends if (a.update or self.last) == self.update])
@@ -73,15 +76,14 @@ class Step:
         row = action.row
         if row.unit and row.what in (What.NODE, What.NODE_GRADIENT, What.ENTRY):
             arriving = self._arriving.pop((row.backward, action.role, action.microbatch), ())
-            self._done += [Wait(tuple(arriving))] * bool(arriving)
+            self._wait(arriving)
         match row.waits:
             case Waits.COMPUTES:
                 self._compute(action, later)
             case Waits.AFTER_BACKWARD:  # which began it
                 self._finish()
                 if not self.plan.in_pieces or row.what is What.PUSH:  # else waited for at the step's end
-                    self._done.append(Wait(tuple(self._buckets)))
-                    self._buckets = []
+                    self._summed()
             case Waits.BY_NODES:
                 self._pull(action)
             case Waits.ONE_BY_ONE:
@@ -149,11 +151,11 @@ class Step:
         for node in stage.graph.nodes:
             if node.target is comm_ops.pull:
                 bucket: Any = node.kwargs["bucket"]
-                self._done.append(Wait(tuple(self._pulls[stage.role, bucket])))
+                self._wait(self._pulls[stage.role, bucket])
             layer = info(node).layer
             if first.get(layer) is node:
                 self._done.append(Compute(layer, self._layer(stage, layer, action)[0]))
-            self._done.append(Wait(started[node])) if node in started else self._block(exchanged.get(node.name, ()))
+            self._wait(started[node]) if node in started else self._block(exchanged.get(node.name, ()))
 
     def _backward(self, stage: Stage, action: Action, later: tuple[Action, ...]) -> None:
         """Run the layers from the last to the first; begin a bucket when its last gradient has been computed."""
@@ -191,9 +193,18 @@ class Step:
         """Begin the all-reduce or the push of a bucket."""
         ops = self._wire(action)
         if action.verb == "all_reduce" and ops:
-            self._copy(f"bucket{action.bucket}", ops[0].nbytes)
+            self._copy(f"bucket{action.bucket}", ops[0].computed)
+            self._halves += ops[1:]
+            ops = ops[:1]
         for transfer, op in zip(self._begin(ops), ops, strict=True):
             (self._sends if op.kind == "send" and self.plan.overlap else self._buckets).append(transfer)
+
+    def _summed(self) -> None:
+        """Wait for buckets; of those that travel in a short format the sums go to all ranks now."""
+        self._wait(self._buckets)
+        halves, self._buckets, self._halves = self._halves, [], []
+        for op in halves:
+            self._wait(self._begin([op]))
 
     def _finish(self) -> None:
         """Compute the gradients of weights that are left."""
@@ -201,9 +212,9 @@ class Step:
         self._meanwhile = []
 
     def _multiply(self) -> None:
-        self._done.append(Wait(tuple(transfer for _, transfer in self._gathers)))
+        self._wait([transfer for _, transfer in self._gathers])
         for op, _ in self._gathers:
-            self._copy(str(op.payload), op.nbytes * (1 + 1 / len(op.ranks)))  # packed before, and unpacked
+            self._copy(str(op.payload), op.computed * (1 + 1 / len(op.ranks)))  # packed before, and unpacked
         self._done += [Compute(f"multiply {layer}", seconds) for layer, seconds in self._late]
         self._late, self._gathers = [], []
 
@@ -254,14 +265,14 @@ class Step:
             else:
                 self._pulls[action.role, op.payload.bucket].append(transfer)
         if not self.plan.overlap:
-            self._done.append(Wait(tuple(t for waited in self._pulls.values() for t in waited)))
+            self._wait([transfer for waited in self._pulls.values() for transfer in waited])
 
     def _reduce_gradients(self, action: Action) -> None:
         """Add the workers' gradients on a server as they arrive."""
         ops = self._wire(action)
         for transfer, op in zip(self._begin(ops), ops, strict=True):
-            self._done.append(Wait((transfer,)))
-            self._copy(str(op.payload), 1.5 * op.nbytes)  # two read, one written
+            self._wait([transfer])
+            self._copy(str(op.payload), 1.5 * op.computed)  # two read, one written
 
     def _trained(self) -> float:
         """Return the bytes of the parameters that this rank's optimizer updates at the step's end."""
@@ -285,8 +296,19 @@ class Step:
         for op in ops:
             self.begun.append(op)
             begun.append(self.prices.transfer(self.rank, op))
+            leaving, self._coming[begun[-1]] = op.cast
+            self._cast("encode", leaving)
             self._done.append(Begin(begun[-1], op.sent))
         return begun
+
+    def _wait(self, transfers: Sequence[Transfer]) -> None:
+        """Wait for transfers, and decode what has come in a short format."""
+        self._done += [Wait(tuple(transfers))] * bool(transfers)
+        self._cast("decode", sum(self._coming.pop(transfer, 0.0) for transfer in transfers))
+
+    def _cast(self, name: str, nbytes: float) -> None:
+        """Read and write `nbytes` in all."""
+        self._done += [Compute(name, nbytes / self._memory_rate)] * bool(nbytes)
 
     def _block(self, ops: Iterable[WireOp]) -> None:
         """Begin transfers and wait for them; a copy joins the parts of a gather or a reduce-scatter."""
@@ -294,7 +316,7 @@ class Step:
         if begun := self._begin(ops):
             if ops[0].kind == "collective" and self._meanwhile:
                 self._done.append(self._meanwhile.pop(0))
-            self._done.append(Wait(tuple(begun)))
+            self._wait(begun)
         for op in ops:
             if op.algorithm in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
-                self._copy(str(op.payload), op.nbytes)
+                self._copy(str(op.payload), op.computed)

@@ -167,7 +167,7 @@ def _results(
     request: Request, division: Division, role: int, kind: Divisible, split: str
 ) -> Iterator[tuple[str | None, str, str, float, float]]:
     """Yield (state of the placement, of what joins, that it makes, seconds there, and back) of a divided layer."""
-    moves, reads = Moves(request, division, role), next(iter(kind.splits.values()))[1]
+    moves, reads = Moves(request, division, role, kind.outputs[0].dtype), next(iter(kind.splits.values()))[1]
     nbytes = sum(spec.nbytes(division.roles[role].group * division.roles[role].batch) for spec in kind.outputs)
     sums = (moves.price(Collective.ALL_REDUCE, 3 * 4 * rows_of(spec) * moves.examples) for spec in kind.outputs)
     summing = sum(sums) if kind.classes else 0.0

@@ -114,7 +114,7 @@ def simulated(request: Request, priced: PricedPlan, most: float = math.inf, samp
     if priced.plan is None or not priced.feasible or priced.closed:
         return priced
     try:
-        plan = replace(with_whole_batch(request.program, priced.plan), accumulate=request.accumulate)
+        plan = replace(with_whole_batch(request.program, priced.plan), accumulate=request.accumulate, wire=request.wire)
         decision = replace(plan, strategy="").hash, samples
         if decision not in request.simulated:
             program = lower_unchecked(request.program.placed(plan))

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
+from typing import NamedTuple
+
+import torch
 
 from splitc.cost_models.compute.dtypes import layer_dtypes
 from splitc.cost_models.compute.roofline import layer_seconds
@@ -27,6 +30,17 @@ from splitc.passes.planner.dividing import Divisible, divisible_kinds
 from splitc.passes.planner.order import AT_ONCE, Order
 from splitc.passes.planner.pins import Pin
 from splitc.passes.planner.problem import Option
+from splitc.runtime.transport.formats import AS_COMPUTED, BLOCK, Wire, format_of
+
+
+class Carried(NamedTuple):
+    """What a byte of a value takes to travel: bytes on the wire, and seconds to encode and to decode it."""
+
+    ratio: float = 1.0
+    cast: float = 0.0
+
+
+AS_IT_IS = Carried()
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,7 @@ class Request:
     global_batch: examples of a step; None: `program.batch` for each rank that reads.  memory: bytes of a rank; None:
     the device's.  optimizer_copies: copies of the parameters in the optimizer's state.  time_limit: of the search (s).
     all_reduce: its algorithm, "backend" or "recursive_doubling".  order: that is asked for.
-    accumulate: batches to an update.
+    accumulate: batches to an update.  wire: the formats in which numbers travel.
     options: what all a role depends on -> layer -> the ways to run it there.  simulated: a plan's hash and
     how many samples -> its step, and what nine of ten take at most (s).
     """
@@ -52,6 +66,7 @@ class Request:
     all_reduce: str = "backend"
     order: Order = AT_ONCE
     accumulate: int = 1
+    wire: Wire = AS_COMPUTED
     options: dict[object, dict[str, tuple[Option, ...]]] = field(default_factory=dict, init=False, compare=False)
     simulated: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict, init=False, compare=False)
     _times: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict, init=False, compare=False)
@@ -62,16 +77,26 @@ class Request:
 
         By a ring, or by recursive doubling where that was asked for.
         """
-        seconds = recursive_doubling if self._doubling else ring_all_reduce
-        return seconds(nbytes, len(groups[0]), self.all_reduce_link(*groups))
+        seconds, form = recursive_doubling if self._doubling else ring_all_reduce, self.form("gradients")
+        return seconds(form.ratio * nbytes, len(groups[0]), self.all_reduce_link(*groups)) + form.cast * nbytes
 
     def all_reduce_link(self, *groups: Sequence[int]) -> Link:
         """The link that an all-reduce of each of `groups` runs on, all at once."""
         return self._link_over(not self._doubling, groups)
 
     def all_gather_seconds(self, nbytes: float, *groups: Sequence[int]) -> float:
-        """All-gathering `nbytes` in all over a group, while other groups do the same."""
-        return all_gather(nbytes, len(groups[0]), self._link_over(True, groups))
+        """All-gathering `nbytes` of inputs and errors in all over a group, while other groups do the same."""
+        form = self.form("factors")
+        return all_gather(form.ratio * nbytes, len(groups[0]), self._link_over(True, groups)) + form.cast * nbytes
+
+    def form(self, kind: str, dtype: torch.dtype = torch.float32) -> Carried:
+        """How a kind of payload travels that is computed in a dtype."""
+        found, device = format_of(getattr(self.wire, kind), dtype, BLOCK * BLOCK), self.cluster.device
+        if found is None:
+            return AS_IT_IS
+        rate = device.memory_bandwidth * device.efficiency_of("memory")
+        cast = 2 * found.traffic / dtype.itemsize / rate
+        return Carried((found.size + found.scale / BLOCK) / dtype.itemsize, cast)
 
     @property
     def _doubling(self) -> bool:

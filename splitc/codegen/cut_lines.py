@@ -19,13 +19,14 @@ from splitc.runtime.collectives.layouts import Move, State, Transition
 
 @dataclass(frozen=True)
 class Comm:
-    """The communicator that a line uses.  each: that of the microbatch, `comm[k]`."""
+    """The communicator that a line uses.  each: that of the microbatch, `comm[k]`.  errors: of what goes back."""
 
     name: str
     each: bool
+    errors: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}[k]" if self.each else self.name
+        return f"{self.name}{'[k]' * self.each}{'.errors' * self.errors}"
 
 
 class CutLines:
@@ -56,7 +57,8 @@ class CutLines:
 
     def part(self, action: Action) -> Comm:
         """The communicator of an action: that of its microbatch, or of the whole batch."""
-        return Comm(self.comm(action.role), self.repeats(action))
+        wire, moves_back = self._program.plan.wire, action.row.moves_cut and action.row.backward
+        return Comm(self.comm(action.role), self.repeats(action), moves_back and wire.errors != wire.activations)
 
     def repeats(self, action: Action) -> bool:
         """Whether an action is done once for each microbatch."""

@@ -15,6 +15,7 @@ from splitc.ir.constructors import literal
 from splitc.ir.features import approximation
 from splitc.ir.program import LoweredProgram, Stage, TensorSpec
 from splitc.ir.roles import ranks_text
+from splitc.ir.short_wire import wire_text
 from splitc.ir.wire import wire
 from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import RankSpec
@@ -59,6 +60,7 @@ def _summary(program: LoweredProgram, stages: Sequence[Stage], rank: int) -> lis
     return [
         *_exchanged(program, stages, rank),
         *([f"trains   approximately: {how}"] if how else []),
+        *([f"wire     approximate: {short}"] if (short := wire_text(program.plan.wire)) else []),
         *([f"updates  after {batches} batches"] if batches > 1 else []),
         f"sends    {sent}, {len(ops)} operations on the wire",
         f"run      torchrun --nproc-per-node {program.plan.world} launch.py",

@@ -39,6 +39,7 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
         accumulate=plan.accumulate,
         **_predicting(program, rank),
         scales_loss=program.autocast == torch.float16,
+        wire=plan.wire,
     )
     return reduce(lambda spec, feature: feature.of_rank(program, spec), features(), spec)
 

@@ -21,6 +21,7 @@ from splitc.ir.plan_defaults import KEYS, read_decision
 from splitc.ir.prediction import Candidate, Prediction
 from splitc.runtime.pieces import Pieces, pieces_of
 from splitc.runtime.spec import Rounds
+from splitc.runtime.transport.formats import AS_COMPUTED, Wire
 
 SERVER = "server"
 """The role of ranks that hold parameters of layers with sync "parameter_server": it runs no layers."""
@@ -47,6 +48,7 @@ class Plan:
     rounds: units of ranks train by themselves and average their parameters after each round; None: no rounds.
     bucket_bytes: of the gradients that travel together, on a link that wants more of them than usual; None: as usual.
     insert_norm: the model is normalised where subnets need it, before it is captured.
+    wire: the formats in which numbers travel; the plan is approximate where one is not "exact".
     model: fingerprint of the model.  prediction: takes no part in equality and hash.
     part_of: of roles that were divided at their transitions since, each further one -> the role as decided.
     """
@@ -69,11 +71,13 @@ class Plan:
     insert_norm: bool = False
     accumulate: Annotated[int, at_least(1)] = 1
     bucket_bytes: Annotated[int, at_least(1)] | None = None
+    wire: Wire = AS_COMPUTED
     prediction: Prediction = field(default_factory=Prediction, compare=False, repr=False)
     part_of: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.rounds is not None or any(group.updates == "every" for group in self.groups.values()):
+        every = any(group.updates == "every" for group in self.groups.values())
+        if self.rounds is not None or every or not self.wire.is_exact:
             object.__setattr__(self, "exact", False)  # whatever an edited file says
 
     @property
@@ -354,7 +358,8 @@ class Plan:
             for part in ("state", "arrives"):
                 if place[part] is None:
                     del place[part]
-        usual = {"rounds": None, "insert_norm": False, "schedule": "all_forward", "accumulate": 1, "bucket_bytes": None}
+        usual: dict[str, Any] = {"rounds": None, "insert_norm": False, "schedule": "all_forward", "accumulate": 1}
+        usual |= {"bucket_bytes": None, "wire": asdict(AS_COMPUTED)}
         for name, value in usual.items():
             if decided[name] == value:
                 del decided[name]

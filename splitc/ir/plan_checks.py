@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ from splitc.ir.names import is_role, near_name
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import Plan
 from splitc.ir.roles import ROLES
+from splitc.runtime.transport.formats import EXACT, FORMATS
 
 _MOST_EXAMPLES = 2**40
 
@@ -108,6 +109,17 @@ def _accumulate(plan: Plan) -> Iterator[str]:
             yield f"accumulate is {plan.accumulate}, but groups: {role} updates in every microbatch: take 'once'"
 
 
+def _wire(plan: Plan) -> Iterator[str]:
+    for kind, name in asdict(plan.wire).items():
+        if name not in (EXACT, *FORMATS):
+            yield f"wire: {kind} is {name!r}; there are {EXACT}, {', '.join(FORMATS)}"
+    if plan.wire.gradients != EXACT and plan.all_reduce != "backend":
+        yield (
+            f"wire: gradients are {plan.wire.gradients!r}, but all_reduce {plan.all_reduce!r} would round in every "
+            f"round: take 'backend'"
+        )
+
+
 def _placements(plan: Plan) -> Iterator[str]:
     for layer, place in plan.placements.items():
         if place.role not in plan.roles:
@@ -146,6 +158,7 @@ _SECTIONS = {
     _groups: "roles groups",
     _microbatches: "roles examples groups synchronised microbatches schedule all_reduce",
     _accumulate: "groups accumulate",
+    _wire: "wire all_reduce",
     _placements: "roles groups placements",
 }
 """What is checked -> the keys that it reads."""

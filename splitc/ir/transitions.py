@@ -140,3 +140,14 @@ def nbytes_sent(transition: Transition, nbytes: float, extents: Extents, index: 
         _, others = extents.sizes(not transition.by_examples)
         return own - own * others[index] / max(sum(others), 1)
     return transition.move.collective.sent(nbytes, own, max(len(extents.rows), len(extents.widths)))
+
+
+def numbers_sent(transition: Transition, numel: int, extents: Extents, index: int) -> list[int]:
+    """Return how many numbers each message has that a rank sends of a value of `numel` in all, but for a sum."""
+    _, sizes = extents.sizes(transition.by_examples)
+    others = extents.sizes(not transition.by_examples)[1] if transition.move is Move.EXCHANGE else sizes
+    own = numel * sizes[index] // max(sum(sizes), 1)
+    if transition.move is Move.GATHER:
+        return [own] * (len(sizes) - 1)
+    whole = own if transition.move is Move.EXCHANGE else numel
+    return [whole * part // max(sum(others), 1) for k, part in enumerate(others) if k != index]

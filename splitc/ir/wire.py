@@ -5,6 +5,7 @@ What happens once a round or an update is there once, and says how often in a st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -22,14 +23,15 @@ from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, Ten
 from splitc.ir.schedule.actions import Action
 from splitc.ir.schedule.verb import Among, Often, Waits, When
 from splitc.ir.shares import share_out
-from splitc.ir.transitions import Collective, nbytes_sent, transition_of
+from splitc.ir.short_wire import carried
+from splitc.ir.transitions import Collective, nbytes_sent, numbers_sent, transition_of
 from splitc.ir.wire_op import Payload, What, WireOp
 from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.transport.doubling import sent_bytes as doubling_sent
 
 _WIRES: WeakKeyDictionary[LoweredProgram, dict[int, tuple[WireOp, ...]]] = WeakKeyDictionary()
 _NODES: WeakKeyDictionary[PlacedProgram, dict[fx.Graph, list[tuple[fx.Node, CommOp]]]] = WeakKeyDictionary()
-_BUCKETS: WeakKeyDictionary[PlacedProgram, dict[tuple[Action, int, int], WireOp]] = WeakKeyDictionary()
+_BUCKETS: WeakKeyDictionary[PlacedProgram, dict[tuple[Action, int, int], tuple[WireOp, ...]]] = WeakKeyDictionary()
 
 
 def wire(program: LoweredProgram, rank: int) -> tuple[WireOp, ...]:
@@ -74,7 +76,8 @@ def _tied(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp
     """Yield the all-reduce of the gradient of a parameter that several roles use."""
     tensor, payload = program.tensors[action.value], Payload(What.TIED, action.value)
     ranks, collective = program.tied[action.value], action.row.collective
-    yield WireOp("collective", payload, ranks, tensor.shape, tensor.dtype, algorithm=collective).of_all()
+    op = WireOp("collective", payload, ranks, tensor.shape, tensor.dtype, algorithm=collective).of_all()
+    yield from carried(program.plan, op, ranks.index(rank))
 
 
 def _bucket_of_kind(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
@@ -82,16 +85,16 @@ def _bucket_of_kind(program: LoweredProgram, rank: int, action: Action) -> Itera
     plan, stage = program.plan, program.stage(action.role)
     group = plan.group(stage.role, rank)
     if plan.all_reduce != "backend" or any(feature.is_apart(plan, rank) for feature in features()):
-        yield _bucket(program, stage, rank, action)
+        yield from _bucket(program, stage, rank, action)
         return
     known, key = _BUCKETS.setdefault(program, {}), (action, group.index(rank), rank // plan.unit_size)
     if key not in known:
-        known[key] = _bucket(program, stage, rank, action)
-    yield known[key]
+        known[key] = tuple(_bucket(program, stage, rank, action))
+    yield from known[key]
 
 
-def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> WireOp:
-    """Return the all-reduce of a bucket of gradients over the replicas."""
+def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[WireOp]:
+    """Yield the all-reduce of a bucket of gradients over the replicas."""
     plan, names = program.plan, stage.bucket(action)
     replicas = (plan.together if names[0] in stage.own_sums else plan.replicas)(stage.role, rank)
     dtype = program.tensors[names[0]].dtype
@@ -102,7 +105,9 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
         algorithm, sent = str(Collective.ALL_REDUCE), Collective.ALL_REDUCE.sent(nbytes, nbytes, len(replicas))
     else:
         algorithm, sent = plan.all_reduce, doubling_sent(nbytes, replicas.index(rank), len(replicas))
-    return WireOp("collective", payload, replicas, (numel,), dtype, sent, None, algorithm)
+    op = WireOp("collective", payload, replicas, (numel,), dtype, sent, None, algorithm)
+    flagged = has_own_code(stage.graph)  # a format would round the flags too
+    yield from (op,) if flagged else carried(plan, op, replicas.index(rank))
 
 
 def _messages(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
@@ -122,7 +127,8 @@ def _messages(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wi
             continue  # handed over in memory, or empty
         payload = Payload(what, cut.name, cut.producer, cut.consumer, None, action.microbatch, (a, b), 0, columns)
         sent = collective.sent(0, spec.nbytes(b - a), 2)
-        yield WireOp(str(collective), payload, (peer,), spec.at(b - a), spec.dtype, sent, layer)
+        op = WireOp(str(collective), payload, (peer,), spec.at(b - a), spec.dtype, sent, layer)
+        yield from carried(plan, op, 0, [math.prod(op.shape)] * (op.kind == "send"))
 
 
 def _over_group(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
@@ -134,23 +140,23 @@ def _over_group(program: LoweredProgram, rank: int, action: Action) -> Iterator[
     assert what is not None, action
     payload = Payload(what, cut.name, action.role, microbatch=action.microbatch)
     layer = program.layer_of.get(cut.value)
-    if (op := _moved(program.plan, rank, action, cut.spec, transition, payload, layer)) is not None:
-        yield op
+    yield from _moved(program.plan, rank, action, cut.spec, transition, payload, layer)
 
 
 def _moved(
     plan: Plan, rank: int, action: Action, spec: TensorSpec, transition: Transition, payload: Payload, layer: str | None
-) -> WireOp | None:
-    """Return the collective of a transition in a microbatch; none for one without examples."""
+) -> Iterator[WireOp]:
+    """Yield the collective of a transition in a microbatch; none for one without examples."""
     members = plan.group(action.role, rank)
     examples = plan.sizes_at(action.role, rank, action.microbatch)
     if not transition.move.communicates or not any(examples) or len(members) == 1:
-        return None
+        return
     widths = (b - a for a, b in pairwise(share_out(spec.shape[-1] if spec.shape else 0, len(members))))
     extents = Extents(examples, tuple(widths))
-    sent = nbytes_sent(transition, spec.nbytes(sum(examples)), extents, members.index(rank))
-    shape, collective = spec.at(sum(examples)), transition.move.collective
-    return WireOp("collective", payload, members, shape, spec.dtype, sent, layer, collective)
+    index, shape, collective = members.index(rank), spec.at(sum(examples)), transition.move.collective
+    sent = nbytes_sent(transition, spec.nbytes(sum(examples)), extents, index)
+    op = WireOp("collective", payload, members, shape, spec.dtype, sent, layer, collective)
+    yield from carried(plan, op, index, numbers_sent(transition, math.prod(shape), extents, index))
 
 
 # -- inside a stage ----------------------------------------------------------------------------------------------------
@@ -178,8 +184,7 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         payload = Payload(What.NODE_GRADIENT if backward else What.NODE, node.name, role, microbatch=action.microbatch)
         if transition is not None:
             moved = transition.adjoint if backward else transition
-            if (wire_op := _moved(plan, rank, action, spec, moved, payload, layer)) is not None:
-                yield node, wire_op
+            yield from ((node, op) for op in _moved(plan, rank, action, spec, moved, payload, layer))
             continue
         collective = op.backward if backward else op.collective
         if collective is Collective.NONE:
@@ -216,7 +221,8 @@ def _packs(program: PlacedProgram, role: str, rank: int, late: Sequence[fx.Node]
         own = plan.batch(role, rank) * total * dtype.itemsize
         packed = tuple((layer, numel / total) for layer, numel in layers.items())
         sent, shape = gather.sent(own, own, len(ranks)), (everyone * total,)
-        yield WireOp("collective", payload, ranks, shape, dtype, sent, None, gather, packed=packed)
+        op = WireOp("collective", payload, ranks, shape, dtype, sent, None, gather, packed=packed)
+        yield from carried(plan, op, ranks.index(rank), [own // dtype.itemsize] * (len(ranks) - 1))
 
 
 _AMONG: dict[Among, Callable[[LoweredProgram, int, Action], Iterator[WireOp]]] = {

@@ -9,6 +9,7 @@ from enum import StrEnum
 import torch
 
 from splitc.runtime.transport.collective import Collective
+from splitc.runtime.transport.formats import FORMATS
 
 
 class What(StrEnum):
@@ -97,6 +98,7 @@ class WireOp:
     buckets and the loss.  packed: of several layers, each one's share of `sent`.
     times: how often in a step, as the mean over a round: 1 / updates for what happens once a round.
     within: role and microbatch of the backward in which it begins: a bucket at any place, once it is full.
+    form: the short format in which its numbers travel; "": as they are.
     """
 
     kind: str
@@ -110,6 +112,7 @@ class WireOp:
     times: float = 1.0
     packed: tuple[tuple[str, float], ...] = ()
     within: tuple[str, int] | None = field(default=None, compare=False)
+    form: str = ""
 
     @property
     def per_step(self) -> float:
@@ -121,9 +124,29 @@ class WireOp:
         return self.per_step * sum(share for name, share in self.packed or ((self.layer, 1.0),) if name == layer)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of `shape`."""
+    def computed(self) -> int:
+        """Bytes of `shape` as they are computed."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `shape` as they travel."""
+        return FORMATS[self.form].nbytes(math.prod(self.shape)) if self.form else self.computed
+
+    @property
+    def cast(self) -> tuple[float, float]:
+        """Bytes of memory that it costs a rank to encode what it sends, and to decode what comes."""
+        if not self.form:
+            return 0.0, 0.0
+        numel, traffic = math.prod(self.shape), FORMATS[self.form].traffic
+        part = numel / len(self.ranks)
+        leaving, coming = {
+            "send": (numel, 0.0),
+            "recv": (0.0, numel),
+            Collective.ALL_GATHER: (part, numel),
+            Collective.REDUCE_SCATTER: (numel - part, numel - part),
+        }.get(self.algorithm or self.kind, (part, part))
+        return leaving * traffic, coming * traffic
 
     def of_all(self) -> WireOp:
         """The collective to which every rank gives a tensor of this shape, with the bytes that a rank sends."""
@@ -134,4 +157,5 @@ class WireOp:
 
     def __str__(self) -> str:
         other = {"send": "to", "recv": "from"}.get(self.kind, "of ranks")
-        return f"{self.kind} {self.payload} {self.shape} {self.dtype} {other} {', '.join(map(str, self.ranks))}"
+        form = f" in {self.form}" if self.form else ""
+        return f"{self.kind} {self.payload} {self.shape} {self.dtype}{form} {other} {', '.join(map(str, self.ranks))}"

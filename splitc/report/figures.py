@@ -19,6 +19,7 @@ from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import WireOp
 from splitc.runtime.transport.collective import Collective
+from splitc.runtime.transport.formats import BLOCK, FORMATS
 
 
 def as_json(program: LoweredProgram) -> dict[str, Any]:
@@ -36,6 +37,7 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "gap": plan.prediction.gap,
         "advice": plan.prediction.advice,
         **{key: value for feature in features() for key, value in feature.figures(plan).items()},
+        **({} if plan.wire.is_exact else {"wire": asdict(plan.wire)}),
         "global_batch": plan.global_batch,
         "accumulate": plan.accumulate,
         "step_seconds": plan.step_seconds,
@@ -143,6 +145,8 @@ class Figures:
         values += sum(feature.sent_bytes(self.program, layer) for feature in features())
         own = gradient / place.num_shards
         if place.sync == "all_reduce":
+            if form := FORMATS.get(plan.wire.gradients):
+                own *= (form.size + form.scale / BLOCK) / 4
             values += _ring(own, len(plan.replicas(place.role, ranks[0]))) / plan.accumulate
         return values
 

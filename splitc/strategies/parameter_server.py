@@ -83,7 +83,9 @@ def _priced(request: Request, options: ParameterServer, servers: int) -> PricedP
     if not beside and each > have:
         problems.append(f"each server needs {units.nbytes(each)} of memory and has {units.nbytes(have)}")
     computing = sum(request.seconds(layer, batch, workers) for layer in layers)
-    exchange = 2 * workers * gradients / (min(servers, workers) * link.bandwidth)
+    form = request.form("gradients")  # of pushes; pulls are as they are
+    exchange = (1 + form.ratio) * workers * gradients / (min(servers, workers) * link.bandwidth)
+    exchange += form.cast * workers * gradients / min(servers, workers)
     messages = max(servers, workers) * -(-gradients // BucketGradients.nbytes)  # of the busiest rank, one way
     seconds = computing + exchange + 2 * messages * link.latency
     placements = {

@@ -1,7 +1,4 @@
-"""What one transition sends in another dtype is said of the transition, then sent, counted and priced: four files.
-
-The patch lets groups gather the examples of each other in bfloat16; they compute with them, and sum, in float32.
-"""
+"""A further wire format is a row of one table: it is sent, counted, priced, asked for and verified by its name."""
 
 from __future__ import annotations
 
@@ -11,38 +8,28 @@ import pytest
 
 from tests.support.patched import run_patched, touched
 
-PATCH = Path(__file__).parent / "narrow_gather.patch"
+PATCH = Path(__file__).parent / "e5m2.patch"
 
 COUNT = """
-import torch
+from splitc.ir.short_wire import parse_wire
 from splitc.ir.wire import wire
-from tests.support.compiled import compiled
-from tests.support.models import CASES
+from tests.support.every_strategy import images, planned
 from tests.support.wire_bytes import assert_defined
 
-model, images, labels, loss = CASES["alexnet"].make(torch.float32)
-images, labels = torch.cat([images, -images]), torch.cat([labels, labels])
-for options in ("scheme=B/K", "scheme=BK,microbatches=2"):
-    program = compiled(model, images, labels, loss, 4, f"modulo_shard(mp=2,{options})", global_batch=8)
-    sent = [op for op in wire(program.program, 1) if op.payload.name.startswith("cut") and op.algorithm != "all_reduce"]
-    dtypes = {(str(op.algorithm), op.dtype) for op in sent}
-    assert dtypes == {("all_gather", torch.bfloat16), ("reduce_scatter", torch.float32)}, dtypes
-    assert_defined(program, (images, labels))
-    done = program.verify()
-    assert 1e-5 < done.gradient_error < 1e-2, str(done)
-    assert program.verify(dtype=torch.float64).holds
+for strategy in ("data_parallel", "layer_separation(n_c=1, n_f=1)", "late_multiply", "parameter_server"):
+    exact, program = (planned(2, strategy, global_batch=64, wire=parse_wire(name)) for name in (None, "e5m2"))
+    assert "e5m2" in {op.form for op in wire(program.program, 0)}
+    assert program.plan.step_seconds < exact.plan.step_seconds or strategy == "parameter_server"
+    assert_defined(program, images(64))
+    done = program.verify(steps=2, examples=64)
+    assert done.bounded and 1e-3 < done.gradient_error, str(done)
 """
 
 
-def test_the_patch_touches_the_table_the_runtime_the_wire_and_a_price() -> None:
-    assert touched(PATCH) == [
-        "passes/planner/moves.py",
-        "splitc/ir/wire.py",
-        "splitc/runtime/collectives/layouts.py",
-        "splitc/runtime/collectives/model_parallel.py",
-    ]
+def test_the_patch_touches_the_table() -> None:
+    assert touched(PATCH) == ["splitc/runtime/transport/formats.py"]
 
 
 @pytest.mark.slow
-def test_a_transition_of_another_dtype_on_the_wire_is_sent_and_counted(tmp_path: Path) -> None:
+def test_a_format_of_the_table_is_sent_counted_and_priced(tmp_path: Path) -> None:
     run_patched(PATCH, COUNT, tmp_path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ import torch
 from splitc.ir.layers import StateTensor
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage
 from splitc.ir.schedule.actions import Action
+from splitc.ir.short_wire import carried
 from splitc.ir.wire_op import Payload, What, WireOp
 from splitc.runtime.servers import parameter_server
 
@@ -85,7 +86,13 @@ def _of_bucket(program: PlacedProgram, stage: Stage, rank: int, bucket: int, pul
         shape = (sum(math.prod(piece.shape) for piece in message),) if more else first.shape
         sent = sum(piece.nbytes for piece in message) if serves == pulls else 0
         for peer in peers:
-            yield WireOp("send" if serves == pulls else "recv", payload, (peer,), shape, first.dtype, sent)
+            op = WireOp("send" if serves == pulls else "recv", payload, (peer,), shape, first.dtype, sent)
+            if pulls:
+                yield op
+                continue
+            for each in carried(program.plan, op, 0, [math.prod(op.shape)] * (op.kind == "send")):
+                marks = len(message) * (each.kind == "send" and bool(each.form))  # a byte for each parameter
+                yield replace(each, sent=each.sent + marks) if marks else each
 
 
 def messages(program: PlacedProgram, bucket: Sequence[str]) -> list[tuple[Piece, ...]]:

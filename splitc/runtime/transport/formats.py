@@ -39,8 +39,7 @@ class Wire:
     @property
     def factors(self) -> str:
         """The format of activations and errors that travel together: the one that keeps more of a number."""
-        kept = [EXACT, *sorted(FORMATS, key=lambda name: FORMATS[name].bound)]
-        return min(self.activations, self.errors, key=kept.index)
+        return min(self.activations, self.errors, key=rounding)
 
 
 AS_COMPUTED = Wire()
@@ -52,7 +51,7 @@ class Format:
 
     size: bytes of a number.  scale: bytes of a block's scale.  encode: flat numbers, at least in float32, to bytes.
     decode: so many of them back, in float32.  traffic: bytes of memory that a number costs to encode, or to decode.
-    bound: the relative error of a gradient (L2) that `verify` takes for right.
+    rounding: relative error (L2) of a message of normal numbers.
     feeds_back: the sender adds what a sum of gradients lost of its own to the next one.
     """
 
@@ -60,7 +59,7 @@ class Format:
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor, int], Tensor]
     traffic: float
-    bound: float
+    rounding: float
     scale: int = 0
     feeds_back: bool = False
 
@@ -74,16 +73,16 @@ class Format:
         return dtype.is_floating_point and whole >= TINY and self.nbytes(numel) < whole
 
 
-def _cast(dtype: torch.dtype, bound: float) -> Format:
+def _cast(dtype: torch.dtype, rounding: float) -> Format:
     """Numbers in another dtype; what is too large for it becomes infinite, as in any computation."""
 
     def decode(data: Tensor, numel: int) -> Tensor:
         return data.view(dtype).float()
 
-    return Format(dtype.itemsize, lambda flat: flat.to(dtype).view(torch.uint8), decode, 4 + dtype.itemsize, bound)
+    return Format(dtype.itemsize, lambda flat: flat.to(dtype).view(torch.uint8), decode, 4 + dtype.itemsize, rounding)
 
 
-def _scaled(dtype: torch.dtype, largest: float, bound: float, traffic: float) -> Format:
+def _scaled(dtype: torch.dtype, largest: float, rounding: float, traffic: float) -> Format:
     """Numbers of one byte in blocks, each with the float32 by which its largest number is the largest of the dtype."""
 
     def encode(flat: Tensor) -> Tensor:
@@ -99,16 +98,21 @@ def _scaled(dtype: torch.dtype, largest: float, bound: float, traffic: float) ->
         blocks = F.pad(numbers, (0, -numel % BLOCK)).view(dtype).view(-1, BLOCK).float()
         return blocks.mul_(scales.clone().view(torch.float32).view(-1, 1)).view(-1)[:numel]  # a clone is aligned
 
-    return Format(1, encode, decode, traffic, bound, 4, True)
+    return Format(1, encode, decode, traffic, rounding, 4, True)
 
 
 FORMATS = {
-    "bf16": _cast(torch.bfloat16, 2e-2),
-    "fp16": _cast(torch.float16, 5e-3),
-    "int8": _scaled(torch.int8, 127.0, 0.1, 50),
-    "fp8": _scaled(torch.float8_e4m3fn, 448.0, 0.25, 80),
+    "bf16": _cast(torch.bfloat16, 1.7e-3),
+    "fp16": _cast(torch.float16, 2.1e-4),
+    "int8": _scaled(torch.int8, 127.0, 1.6e-2, 50),
+    "fp8": _scaled(torch.float8_e4m3fn, 448.0, 2.5e-2, 80),
 }
 """Name -> format."""
+
+
+def rounding(name: str) -> float:
+    """That of a format, by its name; 0 of numbers that travel as they are computed."""
+    return FORMATS[name].rounding if name in FORMATS else 0.0
 
 
 def format_of(name: str, dtype: torch.dtype, numel: int) -> Format | None:

@@ -1,0 +1,89 @@
+"""What travels in short formats, and what is asked for of them: a plan's `wire` as options give it, and in a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
+
+from splitc.errors import PlacementError
+from splitc.ir.names import near_name
+from splitc.ir.plan import Plan
+from splitc.ir.shares import share_out
+from splitc.ir.transitions import Collective
+from splitc.ir.wire_op import What, WireOp
+from splitc.runtime.transport.formats import EXACT, FORMATS, Wire, format_of, rounding
+
+KINDS = {
+    **dict.fromkeys((What.CUT, What.ENTRY, What.NODE), "activations"),
+    **dict.fromkeys((What.CUT_GRADIENT, What.ENTRY_GRADIENT, What.NODE_GRADIENT), "errors"),
+    **dict.fromkeys((What.BUCKET, What.TIED, What.PUSH), "gradients"),
+    What.LATE: "factors",
+}
+"""What travels -> its kind in a `Wire`; other payloads travel as they are."""
+
+
+def parse_wire(given: str | Mapping[str, str] | Wire | None) -> Wire:
+    """The formats that `wire=` asks for: "bf16", or by kind, {"errors": "bf16"} or "activations=bf16,gradients=int8".
+
+    Raises PlacementError with all that is wrong.
+    """
+    if isinstance(given, Wire):
+        return given
+    kinds, problems = [each.name for each in fields(Wire)], list[str]()
+    if isinstance(given, str) and "=" in given:
+        given = {kind.strip(): name.strip() for kind, _, name in (part.partition("=") for part in given.split(","))}
+    if isinstance(given, str):
+        given = dict.fromkeys(kinds, given)
+    for kind, name in (given or {}).items():
+        if kind not in kinds:
+            problems.append(f"there is no kind {kind!r}; {near_name(kind, kinds)}there are {', '.join(kinds)}")
+        if name not in (EXACT, *FORMATS):
+            problems.append(f"there is no format {name!r}; there are {EXACT}, {', '.join(FORMATS)}")
+    if problems:
+        raise PlacementError(f"wire: {'; '.join(dict.fromkeys(problems))}")
+    return Wire(**given or {})
+
+
+def wire_text(wire: Wire) -> str:
+    """The formats that are not exact: `bf16`, or `activations in bf16, gradients in int8`."""
+    by_kind = {each.name: getattr(wire, each.name) for each in fields(Wire)}
+    (first, *more) = dict.fromkeys(by_kind.values())
+    if not more:
+        return "" if first == EXACT else f"all in {first}"
+    return ", ".join(f"{kind} in {name}" for kind, name in by_kind.items() if name != EXACT)
+
+
+def bound(ops: Iterable[WireOp]) -> float:
+    """Return the relative error (L2) of a gradient that these messages explain; 0 where nothing is rounded.
+
+    What rounds gradients, or errors, is of them; what rounds activations flips some ReLUs, in proportion to it, and the
+    error goes with the root of how many.
+    """
+    forms = {(KINDS[op.payload.what], op.form) for op in ops if op.form}
+    return max(
+        (4 * rounding(form) ** 0.5 if kind == "activations" else 10 * rounding(form) for kind, form in forms),
+        default=0.0,
+    )
+
+
+def carried(plan: Plan, op: WireOp, index: int, sends: Sequence[int] = ()) -> Iterator[WireOp]:
+    """Yield a message or collective as a plan lets it travel; in a short format a sum has two halves.
+
+    index: of the rank among the op's.  sends: how many numbers each of its messages has, but for a sum.
+    """
+    numel = math.prod(op.shape)
+    name = EXACT if plan.wire.is_exact else getattr(plan.wire, KINDS[op.payload.what])
+    if (form := format_of(name, op.dtype, numel)) is None:
+        yield op
+        return
+    if op.algorithm == Collective.ALL_REDUCE:
+        parts = [form.nbytes(b - a) for a, b in pairwise(share_out(numel, len(op.ranks)))]
+        own = parts[index]
+        yield replace(op, algorithm=Collective.REDUCE_SCATTER, form=name, sent=sum(parts) - own)
+        yield replace(op, algorithm=Collective.ALL_GATHER, form=name, sent=(len(parts) - 1) * own)
+        return
+    alone = op.kind != "collective" or op.algorithm == Collective.ALL_TO_ALL  # each message by itself
+    nbytes = (form.nbytes(n) if not alone or form.shortens(op.dtype, n) else n * op.dtype.itemsize for n in sends)
+    yield replace(op, form=name, sent=sum(nbytes))
