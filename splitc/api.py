@@ -22,7 +22,9 @@ from splitc.ir.costs import COUNTED, require_counted
 from splitc.ir.pass_manager import Watcher
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
+from splitc.ir.short_wire import parse_wire
 from splitc.passes.planner.strategy import Strategy, in_microbatches, parse_strategy
+from splitc.runtime.transport.formats import Wire
 from splitc.runtime.transport.meeting import refusals_told
 from splitc.specialise import Settings
 
@@ -45,6 +47,7 @@ def compile(
     costs: str = COUNTED,
     accumulate: int = 1,
     tune: float = 0.0,
+    wire: str | Mapping[str, str] | Wire | None = None,
     name: str | None = None,
     plan: Plan | None = None,
     watch: Watcher | None = None,
@@ -70,6 +73,8 @@ def compile(
     accumulate: batches to an update that are allowed, over which gradients are summed once; fewer, where as fast.
     tune: seconds in which `worker` runs finalists, different plans that may be the fastest, in turns on its ranks, to
     take the fastest.  Weights, data and random numbers stay as they were; what was the fastest on these hosts is kept.
+    wire: a format in which numbers travel between ranks, "bf16", "fp16", "int8" or "fp8", or one for each kind,
+    {"activations": "bf16", "errors": "bf16", "gradients": "int8"}; training is approximate then.  None: as computed.
     plan: compile this plan instead of choosing one.  watch: called after every pass.
     """
     with refusals_told(world) as call:
@@ -79,7 +84,10 @@ def compile(
         require_autocast(autocast)
         require_counted(costs)
         _require_tunable(tune, plan, asked)
-        given = world, global_batch, cluster, asked, pins or {}, memory, autocast, code, accumulate, tune
+        if wire is not None and plan is not None:
+            raise PlacementError("the plan says in which formats numbers travel: leave out wire")
+        short = parse_wire(wire)
+        given = world, global_batch, cluster, asked, pins or {}, memory, autocast, code, accumulate, tune, short
         settings = Settings(*given)
         if example is None:
             return DeferredProgram(model, loss, settings, name, call, batch)

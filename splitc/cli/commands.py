@@ -104,10 +104,10 @@ def verify(args: argparse.Namespace) -> int:
             compile_stages=args.compile_stages,
         )
     if args.json:
-        print(json.dumps(dataclasses.asdict(result), indent=1))
+        print(json.dumps({**dataclasses.asdict(result), "verdict": result.verdict}, indent=1))
     else:
         roles = ", ".join(f"{role} x {len(ranks)}" for role, ranks in plan.roles.items())
         print(f"{program.program.name} on {plan.world} ranks, {plan.strategy} ({roles}), {step.seconds:.1f} s")
         for line in str(result).splitlines():
             print(textwrap.fill(line, 80, subsequent_indent=" " * 19, break_on_hyphens=False))
-    return 0 if result.holds else 1
+    return 0 if result.holds or result.bounded else 1

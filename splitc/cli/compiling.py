@@ -40,11 +40,13 @@ from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.printer import print_program
 from splitc.ir.program import LoweredProgram, Program
+from splitc.ir.short_wire import parse_wire
 from splitc.passes.analysis import analyse
 from splitc.passes.place import Place
 from splitc.passes.planner.pins import contradicted, unknown_words
 from splitc.passes.planner.strategy import in_microbatches, parse_strategy
 from splitc.report.what_if import advice
+from splitc.runtime.transport.formats import AS_COMPUTED
 from splitc.specialise import Settings, inserts_norm, specialise, with_norms
 
 _PIN = "--pin 'classifier.*=fc' or --pin 'classifier.1=holding:sharded,group:2'"
@@ -135,7 +137,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         attempts.problems.append(PlacementError("say how many ranks: --world 4 (or give a plan: --plan plan.json)"))
     strategy = attempts.result(lambda: in_microbatches(parse_strategy(args.strategy), args.microbatches))
     pins = attempts.result(parse_pins, args.pin)
-    autocast = attempts.result(parse_autocast, args.autocast)
+    autocast, wire = attempts.result(parse_autocast, args.autocast), attempts.result(parse_wire, args.wire)
     cluster = attempts.result(_cluster, args.cluster, args.quiet, not attempts.problems)
     if strategy is not None and cluster is not None and args.world is not None:
         place = Place(cluster, args.world, strategy, global_batch=args.global_batch, memory=args.memory)
@@ -150,6 +152,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         args.memory,
         autocast=autocast,
         accumulate=args.accumulate,
+        wire=wire or AS_COMPUTED,
     )
 
 
@@ -237,7 +240,7 @@ def parse_autocast(name: str | None) -> torch.dtype | None:
 def _plan(args: argparse.Namespace, path: Path) -> Plan:
     """The plan in a file.  Raises LaunchError when it is malformed or an option contradicts it."""
     plan = read_plan_file(path, args.world)
-    decided = ("strategy", "microbatches", "pin", "accumulate", "global_batch")
+    decided = ("strategy", "microbatches", "pin", "accumulate", "global_batch", "wire")
     changed = [name for name in decided if getattr(args, name) != args.parser.get_default(name)]
     if given := [f"--{name.replace('_', '-')}" for name in changed]:
         raise LaunchError(f"{path} has decided everything already; leave out {', '.join(given)}")

@@ -144,6 +144,7 @@ def _simulate(add: Add) -> None:
         help="whose devices and links: a known cluster, a .toml file or this-machine (default: v100-10gbe)",
     )
     add("--accumulate", type=positive, default=1, metavar="N", help="batches to an update (default: 1)")
+    _wire(add)
     _global_batch(add)
     add("--input", metavar="SIZES", help="an example of these sizes, as for splitc compile")
     add("--trace", metavar="FILE", help="write the timeline of one plan as Chrome trace JSON (Perfetto)")
@@ -196,6 +197,15 @@ def _global_batch(add: Add) -> None:
     )
 
 
+def _wire(add: Add) -> None:
+    add(
+        "--wire",
+        metavar="FORMATS",
+        help="approximate: numbers travel in bf16, fp16, int8 or fp8, all or by kind, "
+        "activations=bf16,errors=bf16,gradients=int8 (default: as computed)",
+    )
+
+
 def _model_options(add: Add, plan: bool = True) -> None:
     add("model", help=_MODEL)
     if plan:
@@ -235,6 +245,7 @@ def _model_options(add: Add, plan: bool = True) -> None:
         metavar="DTYPE",
         help="mixed precision: bfloat16 or float16 runs every forward under torch.autocast",
     )
+    _wire(add)
     add("--costs", type=require_counted, help=argparse.SUPPRESS)
     add(
         "--input",

@@ -24,6 +24,7 @@ from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
+from splitc.ir.short_wire import parse_wire, wire_text
 from splitc.passes.analysis import analyse, fingerprint
 from splitc.passes.planner.strategy import parse_strategy
 from splitc.passes.use_plan import UsePlan
@@ -43,6 +44,7 @@ def simulate(args: argparse.Namespace) -> int:
     strategies = columns[plan is not None :]
     for text in strategies:
         parse_strategy(text)
+    wire = parse_wire(args.wire)
     cluster = load_cluster(args.cluster)
     bandwidths = parse_bandwidths(args.bandwidth) if args.bandwidth else [cluster.link.bandwidth]
     if cluster.world is not None and max(worlds) > cluster.world:
@@ -53,7 +55,7 @@ def simulate(args: argparse.Namespace) -> int:
         file = load_model(model, args.input)
         with Step(f"tracing {file.name}", args.quiet) as step:
             program = analyse(file.model, file.example, name=file.name, evaluation=False, now=step.doing(file.name))
-        cells = sweep(program, cluster, worlds, bandwidths, strategies, args.global_batch, args.accumulate)
+        cells = sweep(program, cluster, worlds, bandwidths, strategies, args.global_batch, args.accumulate, wire)
         placed = [UsePlan(plan, fingerprint(program)).run(program)] if plan else []
         at = [(each, Cell(_PLAN, worlds[0], each, accumulate=args.accumulate)) for each in bandwidths]
         total = len(worlds) * len(bandwidths) * len(columns)
@@ -64,7 +66,7 @@ def simulate(args: argparse.Namespace) -> int:
             print(_head(program, cluster, args))
             print(tables(found[file.name], columns, args.against))
         if args.trace:
-            settings = Settings(worlds[0], args.global_batch, strategy="auto" if plan else columns[0])
+            settings = Settings(worlds[0], args.global_batch, strategy="auto" if plan else columns[0], wire=wire)
             _write_trace(args.trace, program, cluster.with_bandwidth(bandwidths[0]), settings, plan)
     if args.json:
         rows = {name: [asdict(cell) for cell in cells] for name, cells in found.items()}
@@ -99,7 +101,10 @@ def _head(program: Program, cluster: Cluster, args: argparse.Namespace) -> str:
     batch = f"a global batch of {args.global_batch}" if args.global_batch else f"{program.batch} examples a reader"
     gain = f"; gain over {args.against}" if args.against else ""
     updates = f"; an update every {args.accumulate} batches" if args.accumulate > 1 else ""
-    return f"{program.name}, {batch}, {cluster.device.name} of {cluster.name}; samples/s, simulated{gain}{updates}\n"
+    wire = f"; approximate, numbers travel {wire_text(parse_wire(args.wire))}" if args.wire else ""
+    return (
+        f"{program.name}, {batch}, {cluster.device.name} of {cluster.name}; samples/s, simulated{gain}{updates}{wire}\n"
+    )
 
 
 def tables(cells: Iterable[Cell], strategies: Sequence[str], against: str | None) -> str:

@@ -12,6 +12,7 @@ from splitc.ir.program import PlacedProgram, Program
 from splitc.passes.place import Place
 from splitc.passes.planner.strategy import parse_strategy
 from splitc.report.what_if import simulated_step
+from splitc.runtime.transport.formats import AS_COMPUTED, Wire
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def sweep(
     strategies: Sequence[str],
     global_batch: int | None = None,
     accumulate: int = 1,
+    wire: Wire = AS_COMPUTED,
 ) -> Iterator[Cell]:
     """A cell for every bandwidth, world and strategy, in that order, one after the other.
 
@@ -54,7 +56,7 @@ def sweep(
         at = cluster.with_bandwidth(bandwidth)
         for text, strategy in asked:
             try:
-                placed = Place(at, world, strategy, global_batch=global_batch).run(program)
+                placed = Place(at, world, strategy, global_batch=global_batch, wire=wire).run(program)
             except PlacementError as error:
                 yield Cell(text, world, bandwidth, accumulate=accumulate, why=str(error))
                 continue

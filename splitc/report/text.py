@@ -15,6 +15,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.ir.regions import OwnCode, names_in, regions
+from splitc.ir.short_wire import wire_text
 from splitc.report.blocks import Hidden, Row, collapse
 from splitc.report.figures import Figures, by_bytes
 
@@ -95,6 +96,8 @@ def _headline(program: PlacedProgram) -> str:
     lines += [prediction.advice] * bool(prediction.advice)
     how = approximation(plan)
     lines += [f"approximate: {how}; seconds and bytes are means over a {plan.cycle}"] * bool(how)
+    short = wire_text(plan.wire)
+    lines += [f"approximate: numbers travel {short}, and are summed in float32"] * bool(short)
     lines += [f"an update every {plan.accumulate} batches; seconds and bytes are their means"] * (plan.accumulate > 1)
     return "\n".join(map(wrap, lines))
 
