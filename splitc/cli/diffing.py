@@ -14,6 +14,7 @@ from splitc import units
 from splitc.cli.plan_file import read_plan_file
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import Plan
+from splitc.ir.short_wire import wire_text
 from splitc.report.text import rank_list, runs, wrap
 
 
@@ -75,6 +76,7 @@ _TEXTS: Mapping[str, Callable[[Plan], str]] = {
     "roles": lambda plan: ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in plan.all_roles.items()),
     "examples": _examples,
     "groups": lambda plan: ", ".join(f"{role} in groups of {group.size}" for role, group in plan.groups.items()),
+    "wire": lambda plan: wire_text(plan.wire),
 }
 """How parts of a plan are written that are no plain values."""
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from splitc.cli.model_file import load_model
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.cost_models.simulation.timeline import simulate
 from splitc.errors import PlacementError
 from splitc.ir.plan import Plan
 from splitc.ir.plan_checks import decision_problems
@@ -98,8 +100,7 @@ def test_every_kind_has_its_own_format_and_what_is_not_of_a_kind_travels_as_it_i
 
 def test_bytes_of_a_step_are_those_of_its_formats() -> None:
     def sent(name: str, form: Wire | None) -> float:
-        asked = {} if form is None else {"wire": form}
-        return sum(op.sent for op in wire(planned(2, name, global_batch=BATCH, **asked).program, 0))
+        return sum(op.sent for op in wire(planned(2, name, global_batch=BATCH, wire=parse_wire(form)).program, 0))
 
     for name in ("data_parallel", "late_multiply"):
         assert sent(name, parse_wire("bf16")) < 0.53 * sent(name, None)
@@ -119,6 +120,22 @@ def test_casting_costs_memory_traffic_on_both_ends() -> None:
     assert cast("collective", Collective.ALL_GATHER, four) == (250, 1000)
     assert cast("collective", Collective.REDUCE_SCATTER, four) == (750, 750)
     assert cast("collective", Collective.ALL_TO_ALL, four) == (250, 250)
+
+
+def test_the_simulation_sends_as_much_and_takes_the_time_of_casting() -> None:
+    cluster = load_cluster("v100-10gbe")
+    slow = replace(cluster, device=replace(cluster.device, memory_bandwidth=cluster.device.memory_bandwidth / 1e4))
+    exact, short = (
+        planned(2, "data_parallel", global_batch=BATCH, wire=parse_wire(form)).program for form in (None, "int8")
+    )
+    for program in (exact, short):
+        for rank, phases in enumerate(simulate(program, cluster).phases):
+            assert phases.sent_bytes == pytest.approx(sum(op.sent for op in wire(program, rank)))
+    fast, casting = ([simulate(each, on).step_seconds for each in (exact, short)] for on in (cluster, slow))
+    cast = sum(sum(op.cast) for op in wire(short, 0)) / slow.device.memory_bandwidth
+    assert casting[1] - casting[0] == pytest.approx(
+        cast / slow.device.efficiency_of("memory") + fast[1] - fast[0], rel=0.05
+    )
 
 
 def cases() -> Iterator[Any]:
