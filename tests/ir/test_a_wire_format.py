@@ -17,9 +17,8 @@ from tests.support.every_strategy import images, planned
 from tests.support.wire_bytes import assert_defined
 
 for strategy in ("data_parallel", "layer_separation(n_c=1, n_f=1)", "late_multiply", "parameter_server"):
-    exact, program = (planned(2, strategy, global_batch=64, wire=parse_wire(name)) for name in (None, "e5m2"))
-    assert "e5m2" in {op.form for op in wire(program.program, 0)}
-    assert program.plan.step_seconds < exact.plan.step_seconds or strategy == "parameter_server"
+    program = planned(2, strategy, global_batch=64, wire=parse_wire("e5m2"))
+    assert sum(sum(op.cast) for op in wire(program.program, 0) if op.form == "e5m2") > 0
     assert_defined(program, images(64))
     done = program.verify(steps=2, examples=64)
     assert done.bounded and 1e-3 < done.gradient_error, str(done)
