@@ -10,6 +10,7 @@ from torch import fx
 
 from splitc.ir.comm_ops import finish_of
 from splitc.ir.graph import info, is_entry, tensor_spec
+from splitc.ir.linears import as_table
 from splitc.ir.program import PlacedProgram, Program, Stage
 from splitc.ir.wire import nbytes_trained
 
@@ -40,9 +41,19 @@ def trainable(program: PlacedProgram, stage: Stage, rank: int, but: Iterable[str
     """Return the bytes of a stage's parameters, or of their rows, that a rank trains.  but: parameters to leave out."""
     names = [name for name in stage.tensors if program.tensors[name].trainable and name not in but]
     rows: dict[str, int] = defaultdict(int)
-    for node in (node for node in stage.graph.nodes if finish_of(node) and node.kwargs.get("sparse")):
-        indices, weight = (each for each in node.args if isinstance(each, fx.Node))
-        everyone = tensor_spec(indices).at(program.plan.batch_offsets[stage.role][-1])
-        rows[program.first_names[str(weight.target)]] += math.prod((*everyone, tensor_spec(node).shape[-1]))
+    for node in stage.graph.nodes:
+        if (table := _sparse_table(program, node)) is not None:
+            indices, weight = table
+            everyone = tensor_spec(indices).at(program.plan.batch_offsets[stage.role][-1])
+            rows[program.first_names[weight]] += math.prod((*everyone, tensor_spec(node).shape[-1]))
     known = {name: numel * program.tensors[name].dtype.itemsize for name, numel in rows.items()}
     return float(sum(min(nbytes_trained(program, stage, name, rank), known.get(name, math.inf)) for name in names))
+
+
+def _sparse_table(program: PlacedProgram, node: fx.Node) -> tuple[fx.Node, str] | None:
+    """The indices and the weight's name of a node that looks up rows of a table with a sparse gradient."""
+    if finish_of(node) and node.kwargs.get("sparse"):
+        indices, weight = (each for each in node.args if isinstance(each, fx.Node))
+        return indices, str(weight.target)
+    table = as_table(program, node)
+    return (table.values[0], table.weight) if table is not None and table.options.get("sparse") else None

@@ -96,7 +96,7 @@ def _options(
     gradient = request.gradient(layer)
     rates = (each.device.memory_bandwidth * each.device.efficiency_of("memory") for each in kinds)
     by_rows = trains and layer in request.sparse and (n > 1 or (request.shares(layer) and len(division.roles) > 1))
-    updated = min(gradient, request.rows_nbytes(layer, r.bounds[-1])) if by_rows and layer in request.late else gradient
+    updated = min(gradient, request.rows_nbytes(layer, r.bounds[-1])) if layer in request.sparse else gradient
     updating = UPDATE * updated / min(rates) if not division.classes[role] else 0.0  # under the backward of role 0
     own = slowest_of(times_of(request, division, role, layer, kinds))
     summed = trains and n > 1
