@@ -140,7 +140,7 @@ def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
         if kinds[name]:
             of_a_round, rate = fit_line([point(each) for each in _beyond_buckets(kinds[name])], bandwidth)
             collectives[name] = Rate(rate, of_a_round)
-    taken, of_a_message = _processor(overlaps, 2 / bandwidth)
+    taken, of_a_message = _processor(overlaps, 2 / bandwidth, latency)
     return Link(
         bandwidth=bandwidth,
         latency=latency,
@@ -178,10 +178,11 @@ def share_a_line(samples: Sequence[Sample], priced: Callable[[Sample], float]) -
     return whole < own
 
 
-def _processor(overlaps: Sequence[Overlap], most: float) -> tuple[float, float]:
+def _processor(overlaps: Sequence[Overlap], most: float, latency: float) -> tuple[float, float]:
     """Seconds of computing that a byte takes, by large sums, and that a message takes besides, by small ones.
 
     most: of a byte that is sent or received, four times what keeps the core busy as long as the line.
+    latency: of a message, which the work of both its ends is part of.
     """
     large = [(each.alone, each.nbytes, each.together) for each in overlaps if each.message >= LARGE]
     taken = min(max(fit_factor(large), 0.0), most) if large else 0.0
@@ -190,7 +191,7 @@ def _processor(overlaps: Sequence[Overlap], most: float) -> tuple[float, float]:
         for each in overlaps
         if each.message < LARGE and each.messages
     ]
-    return taken, max(fit_factor(rest), 0.0) if rest else 0.0
+    return taken, min(max(fit_factor(rest), 0.0), latency) if rest else 0.0
 
 
 def _fill_in(links: dict[int, Link], own: Mapping[int, Sequence[Sample]]) -> dict[int, Link]:
