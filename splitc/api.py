@@ -55,26 +55,23 @@ def compile(
     """Compile the training of `model` for `world` ranks; raise CaptureError, CostError or PlacementError.
 
     model: a module, or a function or class that returns one without arguments.
-    example: one data-parallel rank's batch: a tensor, a tuple, or a dict of keyword arguments; dim 0 is the batch,
-    or where that cannot be, another one that agrees in size (sequences time first).
-    Arguments may be nested.  None: the program compiles on the first batch of its worker.
+    example: one data-parallel rank's batch: a tensor, a tuple or a dict of keyword arguments, nested or not; dim 0 has
+    the examples, or another one that agrees in size.  None: the program compiles on the first batch of its worker.
     target: a tensor with a row for each example, or a tuple of them; None for a loss of the output alone.
-    loss: a function of (output, target) or a module, or a list of them, which are summed; None: the model returns the
-    loss, or something that holds it.
+    loss: a function of (output, target), a module, or a list of them to sum; None: the model returns what holds it.
     global_batch: examples in a step over all ranks; None: the example's for each rank that reads data.
     cluster: a known name, a TOML file or a Cluster; None: this machine, measured once.
     strategy: a name, optionally with options, or a Strategy.  pins: layer pattern -> role or Placement.
     memory: bytes that a rank may use, in place of the cluster's.  costs: "counted" are the only ones.
-    microbatches: parts of each reader's batch that go through the ranks one after another, so that ranks compute while
-    values travel; "auto": as the strategy says, else 1.
+    microbatches: parts of each reader's batch, which travel while others are computed; "auto": as the strategy says.
     autocast: torch.bfloat16 or torch.float16 runs every forward under torch.autocast; parameters stay in float32.
     batch: how other tensors are divided: {"edge_index": None}, which every rank has whole, {"tokens": 1}, the dim of
-    its examples; or a function of (batch, a, b) that returns examples a to b of a batch, as given (jagged tensors).
+    its examples; or a function of (batch, a, b) that returns examples a to b of it, as given (jagged tensors).
     accumulate: batches to an update that are allowed, over which gradients are summed once; fewer, where as fast.
     tune: seconds in which `worker` runs finalists, different plans that may be the fastest, in turns on its ranks, to
     take the fastest.  Weights, data and random numbers stay as they were; what was the fastest on these hosts is kept.
-    wire: a format in which numbers travel between ranks, "bf16", "fp16", "int8" or "fp8", or one for each kind,
-    {"activations": "bf16", "errors": "bf16", "gradients": "int8"}; training is approximate then.  None: as computed.
+    wire: the format in which numbers travel, "bf16", "fp16", "int8" or "fp8", or by kind, {"activations": "bf16",
+    "errors": "bf16", "gradients": "int8"}; training is approximate then.  None: as computed.
     plan: compile this plan instead of choosing one.  watch: called after every pass.
     """
     with refusals_told(world) as call:
@@ -83,21 +80,20 @@ def compile(
         asked = in_microbatches(parse_strategy(strategy), microbatches)
         require_autocast(autocast)
         require_counted(costs)
-        _require_tunable(tune, plan, asked)
-        if wire is not None and plan is not None:
-            raise PlacementError("the plan says in which formats numbers travel: leave out wire")
-        short = parse_wire(wire)
-        given = world, global_batch, cluster, asked, pins or {}, memory, autocast, code, accumulate, tune, short
-        settings = Settings(*given)
+        _require_no_plan(plan, tune, asked, wire)
+        given = world, global_batch, cluster, asked, pins or {}, memory, autocast, code, accumulate, tune
+        settings = Settings(*given, parse_wire(wire))
         if example is None:
             return DeferredProgram(model, loss, settings, name, call, batch)
         bound = Example.bind(model, example, target, loss, batch)
-        program = compile_example(model, bound, settings, name=name, plan=plan, watch=watch)
-        program.call = call
-        return program
+        made = compile_example(model, bound, settings, name=name, plan=plan, watch=watch)
+        made.call = call
+        return made
 
 
-def _require_tunable(tune: float, plan: Plan | None, asked: Strategy) -> None:
+def _require_no_plan(plan: Plan | None, tune: float, asked: Strategy, wire: object) -> None:
+    if wire is not None and plan is not None:
+        raise PlacementError("the plan says in which formats numbers travel: leave out wire")
     if not isinstance(tune, int | float) or not 0 <= tune < math.inf:
         raise PlacementError(f"tune is {tune!r}; give a number of seconds, or 0 to run no finalists")
     if tune and (plan is not None or asked.inserts_norm):
