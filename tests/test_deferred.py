@@ -304,6 +304,7 @@ def test_one_process_of_several_hosts_asks_for_the_cluster(monkeypatch: pytest.M
 
 
 def test_what_was_made_before_compiling_is_not_walked_meanwhile_and_collection_stays_as_it_was() -> None:
+    gc.unfreeze()
     assert gc.isenabled() and not gc.get_freeze_count()
     with pytest.raises(LaunchError), _few_objects():
         frozen = gc.get_freeze_count()
@@ -319,3 +320,4 @@ def test_what_was_made_before_compiling_is_not_walked_meanwhile_and_collection_s
         assert not gc.isenabled()
     finally:
         gc.enable()
+        gc.freeze()

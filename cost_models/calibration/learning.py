@@ -36,10 +36,11 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "processor": ("processor",),
 }
 FACTORS = tuple(factor for group in GROUPS.values() for factor in group)
-_TOGETHER = {"compute": 0.3, "network": 0.3, "latency": 0.4, "processor": 0.4}  # deviation of a group, a priori
+_TOGETHER = {"compute": 0.3, "network": 0.3, "latency": 0.4, "processor": 0.2}  # deviation of a group, a priori
 _APART = 0.1  # of a factor from its group
 _CALIBRATED = 1 / 3  # of these deviations, where the numbers were measured on the cluster
-_ERRORS = (0.05, 0.2, 0.3)  # of what is predicted of a step, its computing, its communication
+_ERRORS = (0.05, 0.1, 0.15)  # of what is predicted of a step, its computing, its communication
+_VAGUE = 2  # times those of the parts, where computing and transfers take each other's time
 _OTHER = math.log(3)  # what is as far from its prediction ran on another machine than the cluster file describes
 _CHANGE = 1.05  # of a factor, by which its weight is found
 _LEAST = 64  # bytes of a transfer, below which its price is a latency
@@ -221,10 +222,11 @@ def _rows(run: Run) -> Iterable[tuple[list[float], float, float]]:
     measured: Sequence[tuple[float, ...]] = ((run.predicted, run.measured), run.compute, run.communication)
     for k, (pair, error) in enumerate(zip(measured, _ERRORS, strict=True)):
         if len(pair) == 2 and min(pair) > 0:
+            vague = _VAGUE if k and "processor" in run.weights else 1
             row = [run.weights.get(factor, (0.0,) * 3)[k] for factor in FACTORS]
             before = sum(w * math.log(run.factors.get(f, 1.0)) for f, w in zip(FACTORS, row, strict=True))
             if any(row):
-                yield row, math.log(pair[1] / pair[0]) + before, error
+                yield row, math.log(pair[1] / pair[0]) + before, vague * error
 
 
 def _prior() -> np.ndarray:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from splitc.runtime.collectives.layouts import State, Transition
 from splitc.runtime.collectives.model_parallel import Group
+from splitc.runtime.transport.base import Transport
 from tests.support.random_plans import Outcome, outcome, random_case
 from tests.support.sampling import sampled
 
@@ -56,8 +59,8 @@ def moves_of(seed: int) -> tuple[Transition, ...]:
 def test_a_transition_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     scatter = Group._scatter_sum
 
-    def halved(self: Group, x: torch.Tensor, *rest: int) -> object:
-        return scatter(self, x / 2, *rest)  # type: ignore[arg-type]
+    def halved(self: Group, by: Transport, x: torch.Tensor, *rest: Any) -> object:
+        return scatter(self, by, x / 2, *rest)
 
     found = next(seed for seed in range(30) if any(each.target is State.DIVIDED for each in moves_of(seed)))
     assert not outcome(found, (2, 3)).wrong

@@ -211,7 +211,7 @@ def broken_equations(problem: Problem, chosen: Assignment) -> set[str]:
         "eq6": all(chosen[i].role <= chosen[j].role for i, j in problem.order),
         "eq7": possible,
         "eq8": all(chosen[i].role == chosen[j].role for i, j in problem.together),
-        "eq9": all(chosen[i].divides == chosen[j].divides for i, j in problem.tied),
+        "eq9": all(chosen[i].way == chosen[j].way for i, j in problem.tied),
         "eq10": all(any(chosen[layer].role == role for layer in problem.parameters) for role in problem.filled),
         "eq11": not possible or fullest_nbytes(problem, chosen) <= problem.memory,
         "eq12": all(any(getattr(o, part) in words for o in chosen.values()) for part, words in problem.wanted),
