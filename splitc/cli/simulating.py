@@ -101,7 +101,7 @@ def _head(program: Program, cluster: Cluster, args: argparse.Namespace) -> str:
     batch = f"a global batch of {args.global_batch}" if args.global_batch else f"{program.batch} examples a reader"
     gain = f"; gain over {args.against}" if args.against else ""
     updates = f"; an update every {args.accumulate} batches" if args.accumulate > 1 else ""
-    wire = f"; approximate, numbers travel {wire_text(parse_wire(args.wire))}" if args.wire else ""
+    wire = f"; approximate, {wire_text(parse_wire(args.wire))} on the wire" if args.wire else ""
     return (
         f"{program.name}, {batch}, {cluster.device.name} of {cluster.name}; samples/s, simulated{gain}{updates}{wire}\n"
     )

@@ -97,7 +97,7 @@ def _headline(program: PlacedProgram) -> str:
     how = approximation(plan)
     lines += [f"approximate: {how}; seconds and bytes are means over a {plan.cycle}"] * bool(how)
     short = wire_text(plan.wire)
-    lines += [f"approximate: numbers travel {short}, and are summed in float32"] * bool(short)
+    lines += [f"approximate: {short} on the wire, summed in float32"] * bool(short)
     lines += [f"an update every {plan.accumulate} batches; seconds and bytes are their means"] * (plan.accumulate > 1)
     return "\n".join(map(wrap, lines))
 

@@ -247,7 +247,7 @@ def _notes(program: LoweredProgram, local_batches: Sequence[int], zero: set[str]
         why = within if plan.trains_in_units else "an update in every microbatch"
         yield f"this plan is approximate: {why} is not the training of one process"
     if text := wire_text(plan.wire):
-        yield f"this plan is approximate: numbers travel {text}, each step within a bound of one process"
+        yield f"this plan is approximate: {text} on the wire, each step within a bound of one process"
     yield from joint_of(program).notes(plan)
     if (whole := plan.global_batch) > sum(local_batches):
         yield f"with {sum(local_batches)} of the plan's {whole} examples a step, in its proportions"
