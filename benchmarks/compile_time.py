@@ -205,7 +205,8 @@ def answers(models: list[str], strategy: str, world: int) -> None:
         for name, ranks in asked:
             cells = [f"{each:.2f}" for each in pool.submit(answer, name, strategy, ranks).result()]
             print(f"| {' | '.join([name, str(ranks), *cells])} |", flush=True)
-        known = [] if models else [name for name, entry in real.entries().items() if installed(entry.package)]
+        there = [name for name, entry in real.entries().items() if entry.batched and installed(entry.package)]
+        known = [] if models else there
         found = list(pool.map(answer, known, repeat(strategy), repeat(WORLD), repeat(True)))
     if found:
         cells = [f"{statistics.median(each):.2f}" for each in list(zip(*found, strict=True))[:3]]

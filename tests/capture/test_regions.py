@@ -89,6 +89,20 @@ def test_a_region_may_return_containers() -> None:
     assert pair.left == TensorSpec((1, FEATURES), torch.float32, 0, True)
 
 
+def test_a_region_may_read_expanded_tensors_of_which_several_numbers_are_one_in_memory() -> None:
+    class Token(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.randn(1, FEATURES))
+            self.own, self.last = untraceable.Gated(), nn.Linear(FEATURES, CLASSES)
+            self.own.register_buffer("unit", torch.ones(1).expand(FEATURES))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.own(self.token.expand(len(x), FEATURES)) + x)
+
+    assert found(validated(Token(), X, Y, F.cross_entropy)).keys() == {"own"}
+
+
 def test_the_module_around_is_the_region_where_a_call_cannot_be_a_node() -> None:
     class Number(nn.Module):
         def forward(self, x: Tensor) -> float:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 
 
@@ -34,4 +35,5 @@ def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
         yield
     finally:
         for tensor, was in before:
-            tensor.data.copy_(was)  # backward may still read it
+            if not torch.equal(tensor, was):  # else it may be an expanded one, which nothing can be written into
+                tensor.data.copy_(was)  # backward may still read it

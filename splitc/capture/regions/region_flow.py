@@ -88,7 +88,9 @@ def ran(
 
 
 def _leaf(value: Tensor) -> Tensor:
-    return value.detach().requires_grad_(value.is_floating_point())
+    """A leaf each of whose numbers has memory of its own, unlike those of an expanded tensor."""
+    own = value.contiguous() if 0 in value.stride() else value
+    return own.detach().requires_grad_(value.is_floating_point())
 
 
 def _is_mixed(bits: Tensor, own: Tensor) -> bool:
