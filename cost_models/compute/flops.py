@@ -9,7 +9,7 @@ saves.  A program under autocast is counted under it, with its casts of weights.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,19 +26,22 @@ from splitc.ir.graph import info, region_of
 from splitc.ir.interpreter import NodeRunner, fake_inputs, mode_of, quiet
 from splitc.ir.program import Program
 from splitc.ir.regions import OwnCode
+from splitc.ir.repeats import without_repeats
 
 
 def layer_costs(program: Program) -> dict[str, CostLine]:
     """Layer -> its cost line, counted at the example's batch and at twice that."""
     batch = max(program.batch, 2)
-    small, large = _Count(program, batch), _Count(program, 2 * batch)
+    graph, stands_for = without_repeats(program.root, program.graph)
+    counts = [_Count(program, graph, size) for size in (batch, 2 * batch)]
+    nodes: dict[str, list[str]] = defaultdict(list)
+    for node in program.graph.nodes:
+        nodes[info(node).layer].append(stands_for.get(node.name, node.name))
     lines = {}
     for name in (layer.name for layer in program.layers):
-        pairs = merged_pairs(small.ops[name], large.ops[name])
-        lines[name] = CostLine(
-            LayerCost(small.batch, tuple(a for a, _ in pairs), small.saved_bytes[name]),
-            LayerCost(large.batch, tuple(b for _, b in pairs), large.saved_bytes[name]),
-        )
+        both = [count.cost(nodes[name]) for count in counts]
+        pairs = merged_pairs(*(cost.ops for cost in both))
+        lines[name] = CostLine(*(replace(cost, ops=tuple(pair[k] for pair in pairs)) for k, cost in enumerate(both)))
     return lines
 
 
@@ -63,7 +66,7 @@ class _Saved:
 class _NodeForward:
     """The ops of one node's forward.  pending: its functions that the backward has not run yet."""
 
-    layer: str
+    node: str
     ops: list[OpCost]
     pending: int = 0
 
@@ -72,42 +75,48 @@ class _NodeForward:
 
 
 class _Count:
-    """The ops that a step of `batch` examples runs, and the bytes that it saves for backward, by layer."""
+    """The ops that a step of `batch` examples runs, and the bytes that it saves for backward, by node."""
 
-    def __init__(self, program: Program, batch: int) -> None:
-        self.batch = batch
-        self.ops: dict[str, list[OpCost]] = defaultdict(list)
-        self.saved_bytes: dict[str, float] = defaultdict(float)
-        self._layer = program.layers[0].name  # whose op runs
+    def __init__(self, program: Program, graph: fx.Graph, batch: int) -> None:
+        self._batch = batch
+        self._ops: dict[str, list[OpCost]] = defaultdict(list)
+        self._saved_bytes: dict[str, float] = defaultdict(float)
+        self._node = program.layers[0].nodes[0]  # whose op runs
         self._forwards: dict[GradFn, _NodeForward] = {}
         self._hooks: list[Any] = []
-        self._run(program)
+        self._run(program, graph)
 
-    def _run(self, program: Program) -> None:
+    def cost(self, nodes: Sequence[str]) -> LayerCost:
+        """The cost of some nodes, with their ops in the order of a step."""
+        forward = [op for node in nodes for op in self._ops[node] if not op.backward]
+        backward = [op for node in reversed(nodes) for op in self._ops[node] if op.backward]
+        return LayerCost(self._batch, (*forward, *backward), sum(self._saved_bytes[node] for node in nodes))
+
+    def _run(self, program: Program, graph: fx.Graph) -> None:
         root, mode = program.root, mode_of(program.root)
         saved = _Saved({t.untyped_storage()._cdata for t in (*root.parameters(), *root.buffers())})
 
         def hook(node: fx.Node, run: Callable[[], Any]) -> Any:
             if node.op in ("placeholder", "output"):
                 return run()
-            self._layer = info(node).layer or self._layer
-            before, first = saved.nbytes, len(self.ops[self._layer])
+            self._node = node.name if info(node).layer else self._node
+            before, first = saved.nbytes, len(self._ops[self._node])
             value = run()
-            self.saved_bytes[self._layer] += saved.nbytes - before
+            self._saved_bytes[self._node] += saved.nbytes - before
             if (own := region_of(program, node)) is not None:
-                self.ops[self._layer][first:] = _region_ops(own, self.batch)
-                self._layer = ""  # of the stand-in's backward
-            self._watch(value, _NodeForward(self._layer, self.ops[self._layer][first:]))
+                self._ops[self._node][first:] = _region_ops(own, self._batch)
+                self._node = ""  # of the stand-in's backward
+            self._watch(value, _NodeForward(self._node, self._ops[self._node][first:]))
             return value
 
         with mode, quiet():
-            inputs = fake_inputs(program, self.batch, mode)
-            with OpCounter(lambda op: self.ops[self._layer].append(op)) as counter:
+            inputs = fake_inputs(program, self._batch, mode)
+            with OpCounter(lambda op: self._ops[self._node].append(op)) as counter:
                 with (
                     under_autocast(root, program.autocast),
                     torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor),
                 ):
-                    loss = NodeRunner(root, program.graph, hook).run_named(inputs)
+                    loss = NodeRunner(root, graph, hook).run_named(inputs)
                 counter.backward = True
                 if loss.requires_grad:
                     self._run_backward(loss)
@@ -117,7 +126,7 @@ class _Count:
             parameter.grad = None
 
     def _watch(self, value: Any, forward: _NodeForward) -> None:
-        """Hook the autograd functions of a node, so that the ops of its backward count for its layer."""
+        """Hook the autograd functions of a node, so that the ops of its backward count for it."""
         for function in _new_functions(value, self._forwards):
             self._forwards[function] = forward
             forward.pending += 1
@@ -125,7 +134,7 @@ class _Count:
             self._hooks += [function.register_hook(forward.leave)]
 
     def _enter(self, forward: _NodeForward, gradients: Any) -> None:
-        self._layer = forward.layer
+        self._node = forward.node
 
     def _run_backward(self, loss: torch.Tensor) -> None:
         """Run the backward; what torch cannot differentiate on fake tensors is estimated from its forward."""
@@ -133,7 +142,7 @@ class _Count:
             loss.backward()
         except Exception:
             for forward in {id(each): each for each in self._forwards.values() if each.pending}.values():
-                self.ops[forward.layer] += [_estimated_backward(op) for op in forward.ops]
+                self._ops[forward.node] += [_estimated_backward(op) for op in forward.ops]
 
 
 def _new_functions(value: Any, known: Container[GradFn]) -> Iterator[GradFn]:

@@ -17,6 +17,7 @@ from splitc.ir.comm_ops import recv
 from splitc.ir.fake_mode import FakeMode
 from splitc.ir.graph import cut_of, info, is_region
 from splitc.ir.program import Program, Stage, TensorSpec
+from splitc.ir.repeats import without_repeats
 from splitc.runtime.nested import unpacked
 from splitc.runtime.seeded.mode import running
 
@@ -120,7 +121,8 @@ def shapes_at(program: Program, batch: int, stage: Stage | None = None) -> list[
 
     try:
         with mode, quiet():
-            NodeRunner(program.root, graph, check).run_named(fake_inputs(program, batch, mode))
+            shorter, _ = without_repeats(program.root, graph)
+            NodeRunner(program.root, shorter, check).run_named(fake_inputs(program, batch, mode))
     except Exception as error:
         problems.append(f"{where} does not run{inside} at a batch of {batch}: {str(error).partition(chr(10))[0]}")
     return problems
