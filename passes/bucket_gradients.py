@@ -79,19 +79,20 @@ def in_buckets(
         return program.tensors[name].dtype, name in own
 
     full: list[tuple[str, ...]] = []
-    waiting: list[str] = []
+    waiting, nbytes = list[str](), 0
     for name in reversed(names):
         is_large = program.tensors[name].nbytes >= alone
-        if waiting and (kind(waiting[-1]) != kind(name) or (is_large and 2 * _nbytes(program, waiting) >= limit)):
+        if waiting and (kind(waiting[-1]) != kind(name) or (is_large and 2 * nbytes >= limit)):
             full.append(tuple(waiting))
-            waiting = []
+            waiting, nbytes = [], 0
         if is_large:
             full.append((name,))
             continue
         waiting.append(name)
-        if _nbytes(program, waiting) >= limit:
+        nbytes += program.tensors[name].nbytes
+        if nbytes >= limit:
             full.append(tuple(waiting))
-            waiting = []
+            waiting, nbytes = [], 0
     return (*full, tuple(waiting)) if waiting else tuple(full)
 
 

@@ -17,11 +17,11 @@ from splitc.ir.wire import nbytes_trained
 
 def first_nodes(stage: Stage) -> dict[str, fx.Node]:
     """Return layer -> its first node that computes, where its forward begins and its backward ends."""
-    found: dict[str, fx.Node] = {}
+    found, layers = dict[str, fx.Node](), {*stage.layers}
     for node in stage.graph.nodes:
         layer = info(node).layer
         computes = node.op not in ("placeholder", "output", "get_attr") and not is_entry(node)
-        if layer in stage.layers and computes:
+        if layer in layers and computes:
             found.setdefault(layer, node)
     return found
 

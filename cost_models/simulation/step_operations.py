@@ -184,7 +184,7 @@ class Step:
                 self._late += [(layer, later_seconds)] * (action.microbatch == self.plan.microbatches - 1)
             self._done.append(Compute(f"d_{layer}", seconds))
             done.add(layer)
-            while waiting and all(readers[name] <= done for name in stage.bucket(waiting[0])):
+            while waiting and all(readers[name] <= done for name in reversed(stage.bucket(waiting[0]))):
                 self._start(waiting.pop(0))
         for left_over in waiting:
             self._start(left_over)

@@ -10,7 +10,8 @@ every role that reads one has its own copy.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,19 +31,30 @@ def group_layers(program: Program, in_batch: Collection[fx.Node] = (), known: Co
     known: all layers that there may be, in order; none: those that the graph has.
     """
     parameters = {alias for t in program.tensors.values() if t.parameter for alias in (t.name, *t.names)}
-    members: dict[str, list[fx.Node]] = {name: [] for name in known}
+    order: dict[str, int] = {}  # layer -> its place
+    labels: dict[str, list[str]] = defaultdict(list)  # module -> its layers
+    members: list[list[fx.Node]] = []
     index: dict[fx.Node, int] = {}
-    waiting: list[fx.Node] = []  # depend on inputs alone, and have no reader yet
+    waiting: dict[fx.Node, None] = {}  # depend on inputs alone, and have no reader yet
 
-    def join(reader: fx.Node, name: str) -> None:
-        """Move the waiting nodes that `reader` depends on into its layer."""
-        for node in reader.all_input_nodes:
-            if node in waiting:
-                waiting.remove(node)
-                members[name].append(node)
-                index[node] = index[reader]
-                join(node, name)
+    def place(name: str) -> int:
+        if name not in order:
+            order[name] = len(order)
+            labels[name.split("#")[0]].append(name)
+            members.append([])
+        return order[name]
 
+    def join(node: fx.Node, k: int) -> None:
+        """Put a node into the k-th layer, and the waiting nodes that it depends on."""
+        members[k].append(node)
+        index[node] = k
+        for value in node.all_input_nodes:
+            if value in waiting:
+                del waiting[value]
+                join(value, k)
+
+    for name in known:
+        place(name)
     changing = (n for n in program.graph.nodes if n.op == "call_module" or changes_statistics(n))
     _mark_copied(program.graph, parameters.union(*(tensors_of_node(program, node) for node in changing)))
     last = _unused(program, LAYER) if in_batch else ""
@@ -50,28 +62,23 @@ def group_layers(program: Program, in_batch: Collection[fx.Node] = (), known: Co
         if node.op in ("placeholder", "output", "get_attr"):
             continue
         owner = None if node in in_batch else _owner(program, node, parameters)
-        below = [index[n] for n in node.all_input_nodes if n in index]
-        name = last if node in in_batch else None
+        below = max((index[n] for n in node.all_input_nodes if n in index), default=None)
+        label = last if node in in_batch else None
         if owner is not None:
-            name = _label(owner, list(members), max(below, default=0), known=bool(known))
-        if name is None and below:
-            name = list(members)[max(below)]
-        elif name is None:
-            waiting.append(node)
+            label = _label(owner, labels[owner], order, below or 0, known=bool(known))
+        if label is None and below is None:
+            waiting[node] = None
             continue
-        members.setdefault(name, []).append(node)
-        index[node] = list(members).index(name)
-        join(node, name)
+        join(node, place(label) if label is not None else below or 0)
     if waiting:  # no layer reads them
-        name = next(iter(members), None) or _first_owner(program, parameters)
-        members.setdefault(name, []).extend(waiting)
-        index.update(dict.fromkeys(waiting, list(members).index(name)))
+        k = place(next(iter(order), None) or _first_owner(program, parameters))
+        members[k].extend(waiting)
+        index.update(dict.fromkeys(waiting, k))
     for node in program.graph.nodes:  # a parameter or buffer belongs to the first layer that reads it
         if node.op == "get_attr" and node.users:
-            first = min(index[user] for user in node.users if user in index)
-            members[list(members)[first]].append(node)
+            members[min(index[user] for user in node.users if user in index)].append(node)
     sequence = {node: i for i, node in enumerate(program.graph.nodes)}
-    in_order = {name: sorted(nodes, key=sequence.__getitem__) for name, nodes in members.items() if nodes}
+    in_order = {name: sorted(members[k], key=sequence.__getitem__) for name, k in order.items() if members[k]}
     layers = tuple(_layer(program, name, nodes, parameters) for name, nodes in in_order.items())
     frozen = tuple(layer.name for layer in layers if _is_frozen(program, layer))
     return {"layers": layers, "frozen_layers": frozen, "in_batch": last}
@@ -111,15 +118,14 @@ def _owner(program: Program, node: fx.Node, parameters: set[str]) -> str | None:
     return None
 
 
-def _label(name: str, order: list[str], before: int, known: bool) -> str | None:
-    """The label of the node's layer: a new one, `name#2`, where it depends on layers after the module's first.
+def _label(name: str, labels: list[str], order: Mapping[str, int], before: int, known: bool) -> str | None:
+    """The label of a node of a module: a new one, `name#2`, where it depends on layers after the module's last.
 
-    known: only those of `order` may be; None where none is late enough.
+    labels: those that the module has.  known: it must be one of them; None where none is late enough.
     """
-    labels = [label for label in order if label.split("#")[0] == name]
     if known:
-        return next((label for label in labels if order.index(label) >= before), None)
-    if labels and order.index(labels[-1]) >= before:
+        return next((label for label in labels if order[label] >= before), None)
+    if labels and order[labels[-1]] >= before:
         return labels[-1]
     return f"{name}#{len(labels) + 1}" if labels else name
 

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -78,9 +79,7 @@ def as_linear(program: Program, node: fx.Node) -> Linear | None:
     if node.target is not F.linear:
         return None
     value, weight, bias = _operands(node)
-    parameters = _parameter_names(program)
-    given = [weight] if bias is None else [weight, bias]
-    if not all(isinstance(each, fx.Node) and each.op == "get_attr" and each.target in parameters for each in given):
+    if not all(_is_parameter(program, each) for each in ([weight] if bias is None else [weight, bias])):
         return None
     return Linear(node, value, str(weight.target), None if bias is None else str(bias.target))
 
@@ -106,7 +105,7 @@ def as_table(program: Program, node: fx.Node) -> Table | None:
         bound.apply_defaults()
         given, names = bound.arguments, ("mode",) * (node.target is F.embedding_bag)
         read = given["weight"]
-        if not (isinstance(read, fx.Node) and read.op == "get_attr" and read.target in _parameter_names(program)):
+        if not _is_parameter(program, read):
             return None
         weight = str(read.target)
     else:
@@ -122,8 +121,9 @@ def as_table(program: Program, node: fx.Node) -> Table | None:
     return Table(node, values, weight, {name: v for name, v in found if v is not None and v is not False})
 
 
-def _parameter_names(program: Program) -> set[str]:
-    return {alias for h in program.tensors.values() if h.parameter for alias in (h.name, *h.names)}
+def _is_parameter(program: Program, read: Any) -> bool:
+    name = program.first_names.get(str(read.target)) if isinstance(read, fx.Node) and read.op == "get_attr" else None
+    return name is not None and program.tensors[name].parameter
 
 
 def as_late(program: Program, node: fx.Node) -> Linear | Table | None:
@@ -139,14 +139,14 @@ def linear_layers(program: Program) -> dict[str, tuple[Linear, ...]]:
 
 def late_layers(program: Program) -> dict[str, tuple[Linear | Table, ...]]:
     """The layers whose parameters only linear layers and tables read, in other layers too -> these nodes."""
-    found = _layers(program, program.layers, as_late)
-    others = {name for layer in program.layers if layer.name not in found for name in layer.tensors}
-    return {name: uses for name, uses in found.items() if others.isdisjoint(program.layer(name).tensors)}
+    if program not in _LATE:
+        found = _layers(program, program.layers, as_late)
+        others = {name for layer in program.layers if layer.name not in found for name in layer.tensors}
+        _LATE[program] = {name: uses for name, uses in found.items() if others.isdisjoint(program.layer(name).tensors)}
+    return _LATE[program]
 
 
-def late_uses(program: Program, layer: Layer) -> tuple[Linear | Table, ...]:
-    """The nodes of a layer that can be late-multiplied, whatever layers it shares parameters with."""
-    return _layers(program, [layer], as_late).get(layer.name, ())
+_LATE: WeakKeyDictionary[Program, dict[str, tuple[Linear | Table, ...]]] = WeakKeyDictionary()
 
 
 def sparse_tables(program: Program) -> frozenset[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from splitc.ir.layers import Layer
-from splitc.ir.linears import Linear, factors, late_uses
+from splitc.ir.linears import Linear, factors, late_layers
 from splitc.ir.placements import SYNCS_OF_A_LAYER
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
@@ -68,11 +68,11 @@ class Late(Sync):
 
     def misfits(self, program: Program, plan: Plan, layer: Layer) -> Iterator[str]:
         role = plan.placements[layer.name].role
-        if role in plan.groups or not late_uses(program, layer):
+        if role in plan.groups or layer.name not in late_layers(program):
             which = "which linear layers and tables in roles without groups have"
             yield f"placements: {layer.name} has sync {NAME!r}, {which}"
         shared = {name for name in layer.tensors if program.users[name] > 1 and program.tensors[name].trainable}
-        for other in (each for each in program.layers if not shared.isdisjoint(each.tensors)):
+        for other in (each for each in program.layers if shared and not shared.isdisjoint(each.tensors)):
             if (plan.placements[other.name].role, plan.placements[other.name].sync) != (role, NAME):
                 yield f"placements: {layer.name} has sync {NAME!r}, but {other.name}, which shares a parameter, has not"
         if plan.in_pieces and not set(plan.batch_offsets[plan.reader]).issuperset(plan.batch_offsets[role]):
