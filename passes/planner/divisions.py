@@ -69,7 +69,7 @@ class Division:
         """Ranks that compute."""
         return len({rank for role in self.roles for rank in role.ranks})
 
-    @property
+    @cached_property
     def classes(self) -> tuple[int, ...]:
         """Role -> the first role that it shares ranks with."""
         return tuple(

@@ -64,10 +64,11 @@ class _Line:
 
 
 class Lines:
-    """The moves of a division."""
+    """The moves of a division.  known: of values that are made and read alike, by the options of who does."""
 
     def __init__(self, request: Request, division: Division) -> None:
         self._request, self._division = request, division
+        self.known: dict[object, dict[tuple[Place, Place], Move]] = {}
         self._lines: dict[tuple[Place, Place, bool, torch.dtype], _Line] = {}
         self._moves: dict[object, dict[tuple[Place, Place], Move]] = {}
 

@@ -42,12 +42,10 @@ def make_problem(request: Request, rules: CutRules, division: Division, space: S
     """The numbers of a division, of what `space` allows."""
     program, count = request.program, len(division.roles)
     known = [role_options(request, rules, division, role) for role in range(count)]
-    options = {
-        layer.name: tuple(
-            option for each in known for option in each[layer.name] if space.allows(division, layer.name, option)
-        )
-        for layer in program.layers
-    }
+    options, same = dict[str, tuple[Option, ...]](), dict[tuple[int, ...], tuple[Option, ...]]()
+    for name in (layer.name for layer in program.layers):
+        allowed = tuple(o for each in known for o in each[name] if space.allows(division, name, o))
+        options[name] = same.setdefault(tuple(map(id, allowed)), allowed)
     lines = Lines(request, division)
     own = len(set(division.classes)) == count
     hybrid = count == 2 and len(division.roles[1].ranks) < len(division.roles[0].ranks) and not own
@@ -193,11 +191,15 @@ def _results(
 def _value(
     request: Request, lines: Lines, options: Mapping[str, tuple[Option, ...]], value: Crossing, space: Space
 ) -> Value:
-    made = ((0, "batch"),) if value.layer is None else places(options[value.layer])
+    maker = None if value.layer is None else options[value.layer]
     readers = tuple((reader, _how(request, reader, value)) for reader in value.readers)
-    needs = {need: None for reader, how in readers for need in places(options[reader], how)}
-    pairs = tuple((s, t) for s in made for t in needs if s[0] <= t[0] and space.moves(s, t))
-    return Value(value.name, value.layer, readers, lines.moves(value, pairs))
+    like = id(maker), tuple((id(options[reader]), how) for reader, how in readers), value.spec, value.gradient
+    if like not in lines.known:
+        made = ((0, "batch"),) if maker is None else places(maker)
+        needs = {need: None for reader, how in readers for need in places(options[reader], how)}
+        pairs = tuple((s, t) for s in made for t in needs if s[0] <= t[0] and space.moves(s, t))
+        lines.known[like] = lines.moves(value, pairs)
+    return Value(value.name, value.layer, readers, lines.known[like])
 
 
 def _how(request: Request, reader: str, value: Crossing) -> str:

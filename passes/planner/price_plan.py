@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from splitc.checks.batch_sizes import step_problems
 from splitc.checks.graph import tied_are_replicated
 from splitc.cost_models.memory.memory import exchanged_nbytes
@@ -33,9 +35,10 @@ def price_plan(request: Request, plan: Plan) -> PricedPlan:
 
 
 def problems_of(request: Request, plan: Plan) -> list[str]:
-    """What contradicts itself in a plan, or cannot be in its microbatches and groups: one line each."""
+    """What contradicts itself in a plan, or cannot be in its pieces and groups; once for layers placed alike."""
+    firsts = {place: layer for layer, place in reversed([*plan.placements.items()])}
     return [
-        *decision_problems(plan),
+        *decision_problems(replace(plan, placements={layer: place for place, layer in firsts.items()})),
         *step_problems(request.program, plan),
         *sync_misfits(request.program, plan),
         *(tied_are_replicated(request.program.placed(plan)) if plan.groups else ()),

@@ -137,7 +137,7 @@ class Request:
 
     def times_on(self, device: Device, layer: str, batch: int) -> tuple[float, float]:
         """Seconds of the forward and of the backward of `batch` examples on a device of the cluster."""
-        key = layer, batch, id(device)
+        key = self.alike[layer], batch, id(device)
         if key not in self._times:
             self._times[key] = layer_seconds(self.program.costs[layer].at(batch), device, self.dtypes[layer])
         return self._times[key]

@@ -105,7 +105,7 @@ class Strategy:
 
         def allows(division: Division, layer: str, option: Option) -> bool:
             pin = request.pins.get(layer, UNPINNED)
-            return self.allows(option, pin) and _follows(request, division, layer, option, pin)
+            return self.allows(option, pin) and (pin is UNPINNED or _follows(request, division, layer, option, pin))
 
         return Space(allows)
 
