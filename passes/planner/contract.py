@@ -27,6 +27,8 @@ class Contracted:
 
     @cached_property
     def problem(self) -> Problem:
+        if len(self.runs) == len(self.whole.options):
+            return self.whole
         of = {layer: run for run, layers in self.runs.items() for layer in layers}
 
         def pairs(given: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
@@ -53,6 +55,8 @@ class Contracted:
 
     def expanded(self, chosen: Mapping[str, Option]) -> dict[str, Option]:
         """The assignment of all layers."""
+        if self.problem is self.whole:
+            return dict(chosen)
         found: dict[str, Option] = {}
         for run, layers in self.runs.items():
             k = self.problem.options[run].index(chosen[run])

@@ -103,7 +103,7 @@ class _Program(Equations):
         moved: list[tuple[Value, Place, Place, Expression]] = []
         super().__init__(problem, runs, moved, scale)
         for layer, options in runs.items():
-            self.model.require(total(x for _, x in options) == 1, f"eq5_{layer}")
+            self.model.require(total((1, x) for _, x in options) == 1, f"eq5_{layer}")
         for name, rule in self.rules():
             self.model.require(rule, name)
         for value in problem.values:
@@ -119,7 +119,7 @@ class _Program(Equations):
                 self.model.require(most <= scale * limit * (1 + 1e-6), "eq1_limit")
         self.model.minimise(most)
 
-    def total(self, terms: Iterable[Expression]) -> Expression:
+    def total(self, terms: Iterable[tuple[float, Expression]]) -> Expression:
         return total(terms)
 
     def highest(self, name: str, terms: Iterable[Expression]) -> Expression:
@@ -147,10 +147,12 @@ class _Program(Equations):
                     out.append(z := self.model.real(f"z[{value.name},{s},{t}]", 1))
                     into[t].append(z)
                     yield value, s, t, z
-            makes = 1 if value.layer is None else self.having(value.layer, lambda o, s=s: (o.role, o.makes) == s)
-            for k, z in enumerate([total(out)] if len(value.readers) == 1 else out):  # which needs one place only
+            makes = 1 if value.layer is None else self.having([value.layer], lambda o, s=s: (o.role, o.makes) == s)
+            for k, z in enumerate(
+                [total((1, z) for z in out)] if len(value.readers) == 1 else out
+            ):  # which needs one place only
                 self.model.require(z <= makes, f"eq7_{value.name}_from_{s}_{k}")
         for reader, how in value.readers:
             for t in places(self.problem.options[reader], how):
-                reads = self.having(reader, lambda o, h=how, need=t: need_of(o, h) == need)
-                self.model.require(total(into[t]) >= reads, f"eq7_{value.name}_{reader}_{how}_{t}")
+                reads = self.having([reader], lambda o, h=how, need=t: need_of(o, h) == need)
+                self.model.require(total((1, z) for z in into[t]) >= reads, f"eq7_{value.name}_{reader}_{how}_{t}")

@@ -170,7 +170,8 @@ class Problem:
         By (1) to (4) a step takes at least the path, and at least the forward and the syncs.
         """
         m, classes = self.pieces, len(self.classes)
-        crossing = [move.seconds for value in self.values for (s, t), move in value.moves.items() if s[0] != t[0]]
+        moves = {id(value.moves): value.moves for value in self.values}.values()
+        crossing = [move.seconds for each in moves for (s, t), move in each.items() if s[0] != t[0]]
         crosses = min(crossing, default=0.0) if self.filled else 0.0
         path = synced = 0.0
         for options in self.options.values():
@@ -198,9 +199,9 @@ class Equations:
     moved: Sequence[tuple[Value, Place, Place, Any]]
     scale: float = 1.0
 
-    def total(self, terms: Iterable[Any]) -> Any:
-        """The sum of many terms."""
-        return reduce(add, terms, 0.0)
+    def total(self, terms: Iterable[tuple[float, Any]]) -> Any:
+        """The sum of many numbers times variables."""
+        return reduce(add, (number * x for number, x in terms), 0.0)
 
     def highest(self, name: str, terms: Iterable[Any]) -> Any:
         """The highest of some terms and 0."""
@@ -209,11 +210,11 @@ class Equations:
     def step(self) -> Any:
         """The seconds of a step: equations (1) and (2)."""
         problem, m = self.problem, self.problem.pieces
-        path = [self.scale * (option.computing + option.moving) * x for option, x in self._in()]
-        path += [self.scale * value.moves[s, t].seconds * z for value, s, t, z in self.moved]
-        load = self.total(self._load(direction) for direction in ("forward", "backward")) if m > 1 else 0
-        exposed = self.total(self._left(where) for where in problem.classes)
-        exposed += self.total(self.scale * option.updating * x for option, x in self._in() if option.updating)
+        path = [(self.scale * (option.computing + option.moving), x) for option, x in self._in()]
+        path += [(self.scale * value.moves[s, t].seconds, z) for value, s, t, z in self.moved]
+        load = self._load("forward") + self._load("backward") if m > 1 else 0
+        exposed = sum(self._left(where) for where in problem.classes)
+        exposed += self.total((self.scale * option.updating, x) for option, x in self._in() if option.updating)
         return self.total(path) / m + (1 - 1 / m) * load + exposed / problem.accumulate
 
     def _in(self, where: int | None = None) -> list[tuple[Option, Any]]:
@@ -230,7 +231,7 @@ class Equations:
             moved = [(v.moves[s, t], z) for v, s, t, z in self.moved if where in (ranks[s[0]], ranks[t[0]])]
             loads.append([(getattr(option, direction), x) for option, x in own])
             loads.append([(getattr(each, name), x) for each, x in (*own, *moved)])
-        terms = [self.total(self.scale * seconds * x for seconds, x in load if seconds) for load in loads]
+        terms = [self.total((self.scale * seconds, x) for seconds, x in load if seconds) for load in loads]
         return self.highest(f"load[{direction}]", terms)
 
     def _left(self, where: int) -> Any:
@@ -241,21 +242,21 @@ class Equations:
             sends = any(option.syncing for option, _ in own)
             if not own or not (sends or left is not None):
                 continue
-            syncing = self.total(self.scale * option.syncing * x for option, x in own)
+            syncing = self.total((self.scale * option.syncing, x) for option, x in own)
             terms: list[Any] = []
             if left is not None:
                 hidden = self.scale / problem.pieces if problem.overlap else 0.0
-                terms.append(left - self.total(hidden * option.backward * x for option, x in own) + syncing)
+                terms.append(left - self.total((hidden * option.backward, x) for option, x in own) + syncing)
             left = self.highest(f"left[{where},{layer}]", [*terms, syncing] if sends else terms)
         return 0 if left is None else left
 
     def memory(self, where: int) -> Any:
         """Bytes that a rank of a class needs: the left side of equation (11)."""
-        need = [option.memory * x for option, x in self._in(where)]
+        need = [(option.memory, x) for option, x in self._in(where)]
         for value, s, t, z in self.moved:
             for (role, _), nbytes in zip((s, t), value.moves[s, t].memory, strict=True):
                 if self.problem.ranks[role] == where and nbytes:
-                    need.append(nbytes * z)
+                    need.append((nbytes, z))
         return self.total(need)
 
     def rules(self) -> Iterator[tuple[str, Any]]:
@@ -264,22 +265,20 @@ class Equations:
         for name, pairs in (("eq6", problem.order), ("eq8", problem.together)):
             for i, j in dict.fromkeys(pairs):
                 for role in range(1, len(problem.ranks)):
-                    a, b = (self.having(layer, lambda o, r=role: o.role >= r) for layer in (i, j))
+                    a, b = (self.having([layer], lambda o, r=role: o.role >= r) for layer in (i, j))
                     yield f"{name}_{i}_to_{j}_{role}", a <= b if name == "eq6" else a == b
         for i, j in dict.fromkeys(problem.tied):
             for way in sorted({o.way for layer in (i, j) for o in problem.options[layer]} - {None}, key=str):
-                a, b = (self.having(layer, lambda o, w=way: o.way == w) for layer in (i, j))
+                a, b = (self.having([layer], lambda o, w=way: o.way == w) for layer in (i, j))
                 yield f"eq9_{i}_{j}_{way}", a == b
         for role in sorted(problem.filled):
-            owners = (self.having(layer, lambda o, r=role: o.role == r) for layer in sorted(problem.parameters))
-            yield f"eq10_{role}", self.total(owners) >= 1
+            yield f"eq10_{role}", self.having(sorted(problem.parameters), lambda o, r=role: o.role == r) >= 1
         for part, words in problem.wanted:
-            having = (self.having(layer, lambda o, p=part, w=words: getattr(o, p) in w) for layer in problem.options)
-            yield f"eq12_{part}", self.total(having) >= 1
+            yield f"eq12_{part}", self.having(problem.options, lambda o, p=part, w=words: getattr(o, p) in w) >= 1
 
-    def having(self, layer: str, of: Callable[..., bool]) -> Any:
-        """The sum of x over the options of a layer that `of` holds for."""
-        return self.total(x for option, x in self.runs[layer] if of(option))
+    def having(self, layers: Iterable[str], of: Callable[..., bool]) -> Any:
+        """The sum of x over the options of layers that `of` holds for."""
+        return self.total((1, x) for layer in layers for option, x in self.runs[layer] if of(option))
 
     def broken(self) -> list[str]:
         """The numbers of the rules that do not hold."""

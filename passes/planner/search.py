@@ -86,7 +86,7 @@ class _Case:
         """Solve the integer program, of assignments that are near `best` samples per second."""
         relevant = self.division.global_batch / (NEAR * best) if best else math.inf
         answer = solve(self.small.problem, seconds, self._start if self.found is not None else None, relevant)
-        if len(self.small.runs) == len(self.problem.options):  # else it bounds a part of the assignments only
+        if self.small.problem is self.problem:  # else it bounds a part of the assignments only
             self.bound = self._rate(answer.bound)
         self._take(answer.chosen)
 
@@ -95,7 +95,8 @@ class _Case:
 
     def _take(self, chosen: Assignment | None) -> None:
         """Keep an assignment of the small problem where it is the best one and breaks no equation of the whole."""
-        if chosen is None or self.problem.broken(whole := self.small.expanded(chosen)):
+        whole = None if chosen is None else self.small.expanded(chosen)
+        if whole is None or (self.small.problem is not self.problem and self.problem.broken(whole)):
             return
         found = Found(self.division, self.problem, whole, self.problem.seconds(whole))
         if self.found is None or found.seconds < self.found.seconds:
@@ -170,12 +171,15 @@ _WEIGHTS = ((1.0, 0.0), (0.3, 0.0), (0.0, 0.0), (1.0, 0.1), (1.0, 1.0), (1.0, 10
 def first_assignment(problem: Problem) -> Assignment | None:
     """The best of a few walks that breaks no equation; None where all do."""
     best: tuple[float, Assignment] | None = None
-    kinds = kinds_of(problem)
+    kinds, tried = kinds_of(problem), set[tuple[int, ...]]()
     for syncing, memory in _WEIGHTS:
         if memory and best is not None:
             break
         chosen = _walk(problem, kinds, syncing, memory)
-        if chosen is None or problem.broken(chosen):
+        if chosen is None or (same := tuple(map(id, chosen.values()))) in tried:
+            continue
+        tried.add(same)
+        if problem.broken(chosen):
             continue
         seconds = problem.seconds(chosen)
         if best is None or seconds < best[0]:
@@ -205,7 +209,7 @@ class _Kind:
         return seconds
 
 
-_Way = tuple[Option, float, list[tuple[Place, float]]]
+_Way = tuple[Option, Place, float, list[tuple[Place, float]]]
 
 
 def kinds_of(problem: Problem) -> list[_Kind]:
@@ -250,11 +254,9 @@ def _walk(problem: Problem, kinds: Iterable[_Kind], syncing: float, memory: floa
         return seconds + (syncing * option.syncing + memory * option.memory / problem.memory)
 
     def ways(kind: _Kind, before: Iterable[Place]) -> list[_Way]:
-        """The options of a layer, each with its seconds, and with those from every place where it can follow."""
-        return [
-            (o, own(o), [(place, kind.moving(place, o)) for place in before if 0 <= o.role - place[0] <= 1])
-            for o in kind.options
-        ]
+        """The options of a layer: where each makes its result, its seconds, those from every place before it."""
+        moved = [[(p, kind.moving(p, o)) for p in before if 0 <= o.role - p[0] <= 1] for o in kind.options]
+        return [(o, (o.role, o.makes), own(o), each) for o, each in zip(kind.options, moved, strict=True)]
 
     last = len(problem.ranks) - 1 if problem.filled else 0
     best: dict[Place, tuple[float, int]] = {(0, "batch"): (0.0, -1)}  # place -> seconds, link to how it came about
@@ -264,17 +266,15 @@ def _walk(problem: Problem, kinds: Iterable[_Kind], syncing: float, memory: floa
         after: dict[Place, tuple[float, int]] = {}
         if (key := (kind, tuple(best))) not in known:
             known[key] = ways(*key)
-        for option, alone, moved in known[key]:
-            reached: tuple[float, int] | None = None
+        for option, makes, alone, moved in known[key]:
+            least, link = math.inf, -1
             for place, moving in moved:
-                seconds, link = best[place]
-                total = seconds + alone + moving
-                if total < math.inf and (reached is None or total < reached[0]):
-                    reached = total, link
-            makes = option.role, option.makes
-            if reached is not None and (makes not in after or reached[0] < after[makes][0]):
-                links.append((reached[1], option))
-                after[makes] = reached[0], len(links) - 1
+                seconds, before = best[place]
+                if (total := seconds + alone + moving) < least:
+                    least, link = total, before
+            if least < math.inf and (makes not in after or least < after[makes][0]):
+                links.append((link, option))
+                after[makes] = least, len(links) - 1
         best = after
         if not best:
             return None

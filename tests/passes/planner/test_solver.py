@@ -22,8 +22,8 @@ def knapsack(weights: list[int], limit: int) -> Model:
     """The cheapest way to fill a knapsack to at least `limit`."""
     model = Model("knapsack")
     taken = [model.binary(f"take[{i}]") for i in range(len(weights))]
-    model.require(total(w * x for w, x in zip(weights, taken, strict=True)) >= limit, "eq1")
-    model.minimise(total(w * x for w, x in zip(weights, taken, strict=True)))
+    model.require(total(zip(weights, taken, strict=True)) >= limit, "eq1")
+    model.minimise(total(zip(weights, taken, strict=True)))
     return model
 
 
@@ -36,10 +36,10 @@ def market_split(size: int = 40, rows: int = 5) -> Model:
     for row in range(rows):
         numbers = [rng.randrange(100) for _ in range(size)]
         over, under = model.real(f"over[{row}]"), model.real(f"under[{row}]")
-        hit = total(n * x for n, x in zip(numbers, chosen, strict=True)) + under - over
+        hit = total(zip(numbers, chosen, strict=True)) + under - over
         model.require(hit == sum(numbers) // 2, f"eq{row}")
         slack += [over, under]
-    model.minimise(total(slack))
+    model.minimise(total((1, each) for each in slack))
     return model
 
 
