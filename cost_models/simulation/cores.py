@@ -7,11 +7,10 @@ service that every task has received: the virtual time of fair queueing (Parekh 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, order=True)
-class Task:
+class Task(NamedTuple):
     """Work of one rank.
 
     virtual_finish: virtual time of its completion (s).  sequence: breaks ties in the order of arrival.
@@ -26,10 +25,10 @@ class Task:
 
 
 class Cores:
-    """A set of `cores` cores and the tasks running on them.  `now` (s) must be non-decreasing across calls."""
+    """`cores` cores, and `units` equal tasks for each that is added.  `now` (s) must be non-decreasing across calls."""
 
-    def __init__(self, cores: float) -> None:
-        self._cores = cores
+    def __init__(self, cores: float, units: int = 1) -> None:
+        self._cores, self._units = cores, units
         self._tasks: list[Task] = []
         self._now = self._virtual_time = 0.0
         self._sequence = 0
@@ -56,7 +55,7 @@ class Cores:
 
     @property
     def _share(self) -> float:
-        return min(1.0, self._cores / len(self._tasks))
+        return min(1.0, self._cores / (self._units * len(self._tasks)))
 
     def _advance(self, now: float) -> None:
         if self._tasks:

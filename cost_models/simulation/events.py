@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from itertools import pairwise
+from typing import NamedTuple
 
 from splitc.cost_models.simulation.cores import Cores
 from splitc.cost_models.simulation.noise import Noise
@@ -26,22 +27,19 @@ from splitc.cost_models.simulation.work import Progress, Rank, Work, speeds
 from splitc.runtime.transport.phases import Phases, Span
 
 
-@dataclass(frozen=True)
-class _Ready:
+class _Ready(NamedTuple):
     """All parties have begun a transfer."""
 
     transfer: Transfer
 
 
-@dataclass(frozen=True)
-class _Tick:
+class _Tick(NamedTuple):
     """The next completion on shared cores; stale once another task has started or ended."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class _Computed:
+class _Computed(NamedTuple):
     """The end of what a rank computes; stale if that has changed."""
 
     rank: int
@@ -55,7 +53,7 @@ class Simulation:
 
     record: keep the span of every operation, for a trace.  cores: number of cores that all ranks share; None: one core
     for each rank.  laps: how often each program is run; a rank must have waited for all that it began when it ends.
-    noise: of each rank, if computations vary.
+    noise: of each rank, if computations vary.  units: how many ranks each one stands for, which share the cores too.
 
     Raises ValueError when a rank waits for a transfer that never begins.
     """
@@ -67,11 +65,12 @@ class Simulation:
         cores: float | None = None,
         laps: int = 1,
         noise: Sequence[Noise] = (),
+        units: int = 1,
     ) -> None:
         self.ranks = [Rank(program) for program in programs]
         self.spans: list[Span] = []
         self._record, self._laps, self._noise = record, laps, noise
-        self._cores = None if cores is None else Cores(cores)
+        self._cores = None if cores is None else Cores(cores, units)
         self._events: list[tuple[float, int, float, int, int, _Event]] = []  # (time, order, since, turn, number, what)
         self._number = self._ticks = 0
         begun = {each.transfer: None for program in programs for each in program if isinstance(each, Begin)}

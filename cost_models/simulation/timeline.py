@@ -66,8 +66,8 @@ def simulate(
     cores = cluster.cores if cluster.ranks_share_device else None
     links = cluster.link, cluster.local_link, *(each.link for each in cluster.unlike)
     costs_processor = any(link.processor or link.message_processor for link in links if link is not None)
-    each = record or cores or samples
-    alike = tuple(range(program.plan.world)) if each else representatives(program.plan, cluster)
+    alike = tuple(range(program.plan.world)) if record or samples else representatives(program.plan, cluster)
+    units = len(alike) // len(set(alike))
     programs = Programs(Prices(program, cluster, alike), merge=not (record or costs_processor or cores))
     of_round = list(batches_of_round(program, accumulate or program.plan.accumulate))
     laps = 1 if program.plan.trains_in_units else steps  # what travels under a round belongs to another one
@@ -79,7 +79,7 @@ def simulate(
     took: list[float] = []
     for sample in range(samples or 1):
         noise = [Noise(jitter, rank, sample) for rank, jitter in enumerate(jitters)] if samples else ()
-        run = Simulation(programs.operations, record, cores, laps, noise)
+        run = Simulation(programs.operations, record, cores, laps, noise, units)
         ends = run.ends()
         took += [(b - a) / batches for a, b in pairwise(ends[marks - 1 :: marks])]
         settled = ends[-1] if steps == 1 else (ends[-1] - ends[marks - 1]) / (steps - 1)

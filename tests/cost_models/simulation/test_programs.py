@@ -112,7 +112,7 @@ def assert_generated_once(program: LoweredProgram, cluster: Cluster, monkeypatch
         programs.add(batch)
     assert described(programs.operations) == described(one_by_one(program, cluster, 2))
     assert_simulated(program)
-    for same in CLUSTERS[:2]:
+    for same in (*CLUSTERS[:2], toy(ranks_share_device=True, cores=2)):
         found = simulate(program, same)
         with monkeypatch.context() as patched:
             patched.setattr(timeline, "representatives", lambda plan, cluster: tuple(range(plan.world)))
