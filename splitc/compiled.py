@@ -88,17 +88,19 @@ def compile_example(
 
 @contextmanager
 def _few_objects() -> Iterator[None]:
-    """Let garbage collection walk only what is made meanwhile, not all of torch and its compiler each time."""
-    is_ours = gc.isenabled() and not gc.get_freeze_count()
+    """Let garbage collection walk only what is made meanwhile, not all of torch and its compiler, and less often."""
+    is_ours, often = gc.isenabled() and not gc.get_freeze_count(), gc.get_threshold()
     try:
         if is_ours:
             gc.disable()
             FakeMode()  # the first one imports the compiler
             gc.freeze()
+            gc.set_threshold(max(often[0], 20_000), *often[1:])
             gc.enable()
         yield
     finally:
         if is_ours:
+            gc.set_threshold(*often)
             gc.enable()
             gc.unfreeze()
 
