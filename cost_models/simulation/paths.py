@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from splitc.cost_models.network.alpha_beta import ALGORITHMS, point_to_point, rounds
+from splitc.cost_models.network.sum_shares import shared_sum
 from splitc.cost_models.simulation.operations import Transfer
 from splitc.ir.cluster import Cluster, Link
 from splitc.ir.wire_op import WireOp
@@ -34,6 +35,8 @@ class Paths:
             processor = times * (link.message_processor + link.processor * op.nbytes)
         else:
             seconds = ALGORITHMS[op.algorithm](op.nbytes, len(ends), link)
+            if op.shares:
+                seconds = shared_sum(op.nbytes, self._cluster, ends, op.shares)
             messages = rounds(op.algorithm, len(ends))
             ends = tuple([rank for rank in ends if rank in self._simulated])
             lines = {self._line(rank, link, out) for rank in ends for out in (True, False)}

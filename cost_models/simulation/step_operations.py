@@ -194,13 +194,14 @@ class Step:
         ops = self._wire(action)
         if action.verb == "all_reduce" and ops:
             self._copy(f"bucket{action.bucket}", ops[0].computed)
-            self._halves += ops[1:]
-            ops = ops[:1]
+            early = 0 if ops[0].shares else 1  # of unequal parts, sums go to all while numbers come
+            self._halves += ops[early:]
+            ops = ops[:early]
         for transfer, op in zip(self._begin(ops), ops, strict=True):
             (self._sends if op.kind == "send" and self.plan.overlap else self._buckets).append(transfer)
 
     def _summed(self) -> None:
-        """Wait for buckets; of those that travel in a short format the sums go to all ranks now."""
+        """Wait for buckets; of those that travel in a short format or unequal parts the sums go to all ranks now."""
         self._wait(self._buckets)
         halves, self._buckets, self._halves = self._halves, [], []
         for op in halves:

@@ -40,6 +40,7 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
         **_predicting(program, rank),
         scales_loss=program.autocast == torch.float16,
         wire=plan.wire,
+        sum_shares=plan.sum_shares,
     )
     return reduce(lambda spec, feature: feature.of_rank(program, spec), features(), spec)
 

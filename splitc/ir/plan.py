@@ -49,6 +49,7 @@ class Plan:
     bucket_bytes: of the gradients that travel together, on a link that wants more of them than usual; None: as usual.
     insert_norm: the model is normalised where subnets need it, before it is captured.
     wire: the formats in which numbers travel; the plan is approximate where one is not "exact".
+    sum_shares: rank -> its part of what is summed, in proportion to those of the others; none where they are equal.
     model: fingerprint of the model.  prediction: takes no part in equality and hash.
     part_of: of roles that were divided at their transitions since, each further one -> the role as decided.
     """
@@ -72,6 +73,7 @@ class Plan:
     accumulate: Annotated[int, at_least(1)] = 1
     bucket_bytes: Annotated[int, at_least(1)] | None = None
     wire: Wire = AS_COMPUTED
+    sum_shares: tuple[Annotated[int, at_least(0)], ...] = ()
     prediction: Prediction = field(default_factory=Prediction, compare=False, repr=False)
     part_of: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -359,7 +361,7 @@ class Plan:
                 if place[part] is None:
                     del place[part]
         usual: dict[str, Any] = {"rounds": None, "insert_norm": False, "schedule": "all_forward", "accumulate": 1}
-        usual |= {"bucket_bytes": None, "wire": asdict(AS_COMPUTED)}
+        usual |= {"bucket_bytes": None, "wire": asdict(AS_COMPUTED), "sum_shares": ()}
         for name, value in usual.items():
             if decided[name] == value:
                 del decided[name]

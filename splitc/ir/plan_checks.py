@@ -120,6 +120,13 @@ def _wire(plan: Plan) -> Iterator[str]:
         )
 
 
+def _sum_shares(plan: Plan) -> Iterator[str]:
+    if plan.sum_shares and len(plan.sum_shares) != plan.world:
+        yield f"sum_shares: it is {[*plan.sum_shares]}; it must have a number for each rank of a world of {plan.world}"
+    if plan.sum_shares and plan.all_reduce != "backend":
+        yield f"sum_shares: all_reduce {plan.all_reduce!r} sums all numbers on every rank: take 'backend'"
+
+
 def _placements(plan: Plan) -> Iterator[str]:
     for layer, place in plan.placements.items():
         if place.role not in plan.roles:
@@ -159,6 +166,7 @@ _SECTIONS = {
     _microbatches: "roles examples groups synchronised microbatches schedule all_reduce",
     _accumulate: "groups accumulate",
     _wire: "wire all_reduce",
+    _sum_shares: "sum_shares world all_reduce",
     _placements: "roles groups placements",
 }
 """What is checked -> the keys that it reads."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import pairwise
 
 from splitc.errors import PlacementError
 from splitc.ir.names import near_name
 from splitc.ir.plan import Plan
-from splitc.ir.shares import share_out
 from splitc.ir.transitions import Collective
 from splitc.ir.wire_op import What, WireOp
-from splitc.runtime.transport.formats import EXACT, FORMATS, Wire, format_of, rounding
+from splitc.runtime.transport.collective import are_unequal, sum_parts
+from splitc.runtime.transport.formats import EXACT, FORMATS, Wire, rounding, sum_format
 
 KINDS = {
     **dict.fromkeys((What.CUT, What.ENTRY, What.NODE), "activations"),
@@ -69,20 +68,28 @@ def bound(ops: Iterable[WireOp]) -> float:
 
 
 def carried(plan: Plan, op: WireOp, index: int, sends: Sequence[int] = ()) -> Iterator[WireOp]:
-    """Yield a message or collective as a plan lets it travel; in a short format a sum has two halves.
+    """Yield a message or collective as a plan lets it travel.
+
+    In a short format a sum has two halves, which in unequal parts are under way together.
 
     index: of the rank among the op's.  sends: how many numbers each of its messages has, but for a sum.
     """
-    numel = math.prod(op.shape)
+    numel, is_sum = math.prod(op.shape), op.algorithm == Collective.ALL_REDUCE
     name = EXACT if plan.wire.is_exact else getattr(plan.wire, KINDS[op.payload.what])
-    if (form := format_of(name, op.dtype, numel)) is None:
+    of_gradients = is_sum and KINDS.get(op.payload.what) == "gradients"
+    unequal = of_gradients and are_unequal(op.ranks, plan.sum_shares)
+    if (form := sum_format(name, op.dtype, numel, unequal)) is None:
         yield op
         return
-    if op.algorithm == Collective.ALL_REDUCE:
-        parts = [form.nbytes(b - a) for a, b in pairwise(share_out(numel, len(op.ranks)))]
-        own = parts[index]
-        yield replace(op, algorithm=Collective.REDUCE_SCATTER, form=name, sent=sum(parts) - own)
-        yield replace(op, algorithm=Collective.ALL_GATHER, form=name, sent=(len(parts) - 1) * own)
+    if is_sum:
+        pieces = sum_parts(numel, op.ranks, plan.sum_shares)
+        parts = [sum(map(form.nbytes, part)) for part in zip(*pieces, strict=True)]
+        halves = sum(parts) - parts[index], (len(parts) - 1) * parts[index]
+        if unequal:
+            yield replace(op, form=name.replace(EXACT, ""), sent=sum(halves), shares=plan.sum_shares)
+            return
+        yield replace(op, algorithm=Collective.REDUCE_SCATTER, form=name, sent=halves[0])
+        yield replace(op, algorithm=Collective.ALL_GATHER, form=name, sent=halves[1])
         return
     alone = op.kind != "collective" or op.algorithm == Collective.ALL_TO_ALL  # each message by itself
     nbytes = (form.nbytes(n) if not alone or form.shortens(op.dtype, n) else n * op.dtype.itemsize for n in sends)

@@ -84,7 +84,7 @@ def _bucket_of_kind(program: LoweredProgram, rank: int, action: Action) -> Itera
     """Yield what `_bucket` does, computed once for the ranks to which it is the same: one of each group of a unit."""
     plan, stage = program.plan, program.stage(action.role)
     group = plan.group(stage.role, rank)
-    if plan.all_reduce != "backend" or any(feature.is_apart(plan, rank) for feature in features()):
+    if plan.all_reduce != "backend" or plan.sum_shares or any(feature.is_apart(plan, rank) for feature in features()):
         yield from _bucket(program, stage, rank, action)
         return
     known, key = _BUCKETS.setdefault(program, {}), (action, group.index(rank), rank // plan.unit_size)

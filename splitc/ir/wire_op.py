@@ -99,6 +99,7 @@ class WireOp:
     times: how often in a step, as the mean over a round: 1 / updates for what happens once a round.
     within: role and microbatch of the backward in which it begins: a bucket at any place, once it is full.
     form: the short format in which its numbers travel; "": as they are.
+    shares: of a sum, rank -> what it adds up, in proportion to the others; none where a ring makes it.
     """
 
     kind: str
@@ -113,6 +114,7 @@ class WireOp:
     packed: tuple[tuple[str, float], ...] = ()
     within: tuple[str, int] | None = field(default=None, compare=False)
     form: str = ""
+    shares: tuple[int, ...] = ()
 
     @property
     def per_step(self) -> float:
@@ -145,6 +147,7 @@ class WireOp:
             "recv": (0.0, numel),
             Collective.ALL_GATHER: (part, numel),
             Collective.REDUCE_SCATTER: (numel - part, numel - part),
+            Collective.ALL_REDUCE: (numel, 2 * numel),
         }.get(self.algorithm or self.kind, (part, part))
         return leaving * traffic, coming * traffic
 

@@ -203,6 +203,7 @@ class RankSpec:
     scales_loss: whether backward begins with the scaled loss, since the program runs in float16.
     reader: what it does as one of the readers, to which the model's output travels; None where it does not.
     wire: the formats in which numbers travel in training.
+    sum_shares: rank -> its part of what is summed, in proportion to those of the others; none where they are equal.
     """
 
     index: int
@@ -223,6 +224,7 @@ class RankSpec:
     reader: RoleSpec | None = None
     scales_loss: bool = False
     wire: Wire = AS_COMPUTED
+    sum_shares: tuple[int, ...] = ()
 
     @property
     def role(self) -> str:

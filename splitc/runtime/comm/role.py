@@ -49,7 +49,7 @@ class Role:
     optimizer_state: gives the state of a parameter; a worker with an optimizer puts its own in place.
     synchronised: normalisations whose statistics are of all replicas' examples.
     context: the step.  numbers: its seed, its number and its first example as a tensor (`seeded.kernels`).
-    short: kind of payload -> its transport in a short format, where it has one.
+    short: kind of payload -> its transport in a short format or in unequal shares, where it has one.
     drawn: (microbatch, own) -> the indices of the examples of the group, or of this rank's own.
     busy: its microbatches in which the group has examples; the first one where it has none in any.
     """
@@ -67,6 +67,8 @@ class Role:
         transport = messages.transport
         formats = {**asdict(rank.wire), FACTORS: rank.wire.factors}
         self.short = {kind: Short(transport, name) for kind, name in formats.items() if name != EXACT}
+        if rank.sum_shares:
+            self.short["gradients"] = Short(transport, rank.wire.gradients, rank.sum_shares)
         self.rank, self.spec, self.messages, self.transport = rank, spec, messages, transport
         self.members, self.examples_of = spec.group or (transport.rank,), examples_of
         self.update, self.deferred = update, deferred

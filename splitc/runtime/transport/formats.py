@@ -109,6 +109,9 @@ FORMATS = {
 }
 """Name -> format."""
 
+NUMBERS = Format(4, lambda flat: flat.view(torch.uint8), lambda data, numel: data.view(torch.float32), 0.0, 0.0)
+"""Float32 as computed, of sums that no backend makes."""
+
 
 def rounding(name: str) -> float:
     """That of a format, by its name; 0 of numbers that travel as they are computed."""
@@ -119,3 +122,9 @@ def format_of(name: str, dtype: torch.dtype, numel: int) -> Format | None:
     """The format in which so many numbers travel where one is asked for; None where they travel as they are."""
     found = FORMATS.get(name)
     return found if found is not None and found.shortens(dtype, numel) else None
+
+
+def sum_format(name: str, dtype: torch.dtype, numel: int, unequal: bool) -> Format | None:
+    """The format of a sum; None where the backend makes it.  unequal: the parts that ranks add up."""
+    as_computed = unequal and name == EXACT and dtype is torch.float32 and numel * NUMBERS.size >= TINY
+    return NUMBERS if as_computed else format_of(name, dtype, numel)

@@ -2,7 +2,8 @@
 
 Sums are made in float32: each rank gets its slice of all others' numbers, adds them, and sends the sum to all.  So the
 error of a sum does not grow with the ranks, as it would on a ring.  What several ranks have in the end has the same
-bits on all of them, also on the one that made it.
+bits on all of them, also on the one that made it.  A rank on a slow line may have a smaller slice than others
+(`sum_parts`), or none; then sums of numbers as computed are made so too.
 """
 
 from __future__ import annotations
@@ -14,23 +15,26 @@ import torch
 from torch import Tensor
 
 from . import doubling
-from .base import Message, Transport, Work
-from .formats import FORMATS, Format
+from .base import AllOf, Message, Transport, Work
+from .collective import are_unequal, sum_parts
+from .formats import FORMATS, NUMBERS, Format, sum_format
 from .recorder import Forwarding
 
-_SCATTER_TAG = 2**31 - 5  # out of the way of programs' tags, and of those of other collectives
+_SCATTER_TAG, _SUMS_TAG = 2**31 - 5, 2**31 - 6  # out of the way of programs' tags, and of other collectives'
 
 
 class Short(Forwarding):
-    """A transport in a format, by its name.  What it sends is counted by the one inside.
+    """A transport in a format, by its name, or "exact".  What it sends is counted by the one inside.
 
+    shares: rank -> its part of what is summed; none where they are equal.
     residuals: of each sum that has a name, what the last one lost of this rank's own numbers, and in its slice of the
     sum.  It is added to the next one, so that over the steps nothing is lost (error feedback).
     """
 
-    def __init__(self, inner: Transport, name: str) -> None:
+    def __init__(self, inner: Transport, name: str, shares: Sequence[int] = ()) -> None:
         super().__init__(inner)
-        self.format, self.residuals = FORMATS[name], dict[str, Tensor]()
+        self.format, self.residuals = FORMATS.get(name, NUMBERS), dict[str, Tensor]()
+        self._name, self._shares = name, shares
 
     @property
     def waits_hold_the_stream(self) -> bool:
@@ -78,7 +82,8 @@ class Short(Forwarding):
         return _Decoded(self._inner.exchange(leaving, arriving, ranks, tag), *fill)
 
     def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False, name: str = "") -> Work:
-        if maximum or not self.format.shortens(tensor.dtype, tensor.numel()):
+        form = sum_format(self._name, tensor.dtype, tensor.numel(), are_unequal(ranks, self._shares))
+        if maximum or form is None:
             return self._inner.all_reduce(tensor, ranks, maximum)
         return doubling.all_reduce(self._inner, tensor, ranks, partial(self._halves, name))
 
@@ -99,14 +104,31 @@ class Short(Forwarding):
         return _Decoded(work, lambda: output.detach().copy_(summed().view(output.shape)))
 
     def _halves(self, name: str, transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Iterator[Work]:
-        """Those of an all-reduce: to each rank its slice of all numbers, and the sums to all."""
-        index, residual = ranks.index(self.rank), self.residual(name, tensor)
-        parts = tensor.view(-1).tensor_split(len(ranks))
-        lost = [None] * len(ranks) if residual is None else residual.tensor_split(len(ranks))
-        data = {rank: self.leaving(parts[k], lost[k]) for k, rank in enumerate(ranks) if k != index}
-        work, summed = self._scattered(data, parts[index], ranks, doubling.TAG)
-        yield work
-        yield self._gathered(parts, self.leaving(summed(), lost[index]), ranks)
+        """Those of an all-reduce: to each rank its slice of all numbers, and the sums to all.
+
+        Sums are awaited from the beginning: what tells gloo's sender so would queue behind the numbers that leave.
+        """
+        index, residual, first = ranks.index(self.rank), self.residual(name, tensor), 0
+        pieces, under_way = [], list[Work]()
+        for sizes in sum_parts(tensor.numel(), ranks, self._shares):
+            piece = slice(first, first := first + sum(sizes))
+            parts = tensor.view(-1)[piece].split(sizes)
+            lost = [None] * len(ranks) if residual is None else residual[piece].split(sizes)
+            sums = [self._empty(part) for part in parts]
+            coming = [(sums[k], rank) for k, rank in enumerate(ranks) if k != index]
+            if not self.waits_hold_the_stream:  # else nothing may be issued behind what waits
+                under_way.append(self._inner.exchange([], coming, ranks, _SUMS_TAG))
+                coming = []
+            data = {rank: self.leaving(parts[k], lost[k]) for k, rank in enumerate(ranks) if k != index}
+            numbers, summed = self._scattered(data, parts[index], ranks, doubling.TAG)
+            pieces.append((parts, lost[index], sums, coming, numbers, summed))
+        for _, residual, sums, coming, numbers, summed in pieces:
+            yield numbers
+            sums[index] = self.leaving(summed(), residual)
+            going = [(sums[index], rank) for rank in ranks if rank != self.rank]
+            under_way.append(self._inner.exchange(going, coming, ranks, _SUMS_TAG))
+        fill = [partial(self._fill, *each) for parts, _, sums, *_ in pieces for each in zip(parts, sums, strict=True)]
+        yield _Decoded(AllOf(under_way), *fill)
 
     def _scattered(
         self, data: dict[int, Tensor], own: Tensor, ranks: tuple[int, ...], tag: int

@@ -28,6 +28,7 @@ from splitc.runtime.launch import torchrun as launching
 from splitc.runtime.transport import doubling
 from splitc.runtime.transport.base import PeerLost, Transport
 from splitc.runtime.transport.distributed import init
+from splitc.runtime.transport.short import Short
 from splitc.runtime.transport.simulated import run_ranks
 from tests.support.transitions import TRANSITIONS, Case
 
@@ -168,6 +169,10 @@ def exercise(t: Transport) -> dict[str, Any]:
     for work in reversed([doubling.all_reduce(t, x, everybody) for x in sums]):
         work.wait()
     seen["two sums by doubling"] = [x.tolist() for x in sums]
+    sums = [(torch.arange(70_000.0) % 1000 + t.rank) * factor for factor in (1, 2)]
+    for work in reversed([Short(t, "exact", (3, 2, 0)).all_reduce(x, everybody) for x in sums]):
+        work.wait()
+    seen["two sums in unequal shares"] = [x[::9_999].tolist() for x in sums]
     seen["a group"] = exercise_group(t)
 
     empty = torch.empty(0, 4)
@@ -336,6 +341,8 @@ def test_the_exercise_itself_is_right() -> None:
     assert seen["a reduce_scatter of unequal pieces"] == [[111, 222, 333, 444], [666, 777, 888, 999]]
     assert seen["an exchange"] == [0.0, 1.0]
     assert seen["two sums by doubling"] == [[3.0, 111.0], [6.0, 111.0]]
+    once = [3.0 * (k * 9_999 % 1000) + 3 for k in range(8)]
+    assert seen["two sums in unequal shares"] == [once, [2 * each for each in once]]
     assert seen["views that are not contiguous"] == [6.0, 3.0, 6.0, 3.0]
     assert seen["a leaf that requires grad"] == [6.0, 6.0]
     assert seen["several sums under way"] == [0.0, 3.0, 6.0, 9.0]

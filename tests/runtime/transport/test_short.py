@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial, reduce
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from splitc.runtime.transport.base import Transport
+from splitc.runtime.transport.base import Transport, Work
+from splitc.runtime.transport.collective import PIECE, sum_parts
 from splitc.runtime.transport.formats import FORMATS, TINY, Wire
 from splitc.runtime.transport.short import Short, decoded, encoded
 from splitc.runtime.transport.simulated import run_ranks
@@ -119,6 +121,75 @@ def test_the_error_of_a_sum_in_float32_does_not_grow_with_the_ranks_as_that_of_a
     assert errors[1] < 1.2 * errors[0] and errors[0] < 3e-3
     assert rings[1] > 1.2 * rings[0]
     assert rings[1] > 2 * errors[1]
+
+
+@pytest.mark.ranks
+def test_a_sum_in_unequal_shares_is_that_in_rank_order_to_the_bit_and_sends_what_they_say() -> None:
+    def run(name: str, shares: tuple[int, ...], ranks: tuple[int, ...], t: Transport) -> tuple[Tensor, int]:
+        t.connect([ranks])
+        total = numbers(t.rank, numel)
+        if t.rank in ranks:
+            Short(t, name, shares).all_reduce(total, ranks).wait()
+        return total, t.sent_bytes
+
+    every, whole = (0, 1, 2, 3), PIECE // 4
+    for shares, ranks, numel in (
+        ((100, 100, 100, 0), every, 2 * whole + 301),
+        ((5, 0, 1, 2), every, 1000),
+        ((100, 33, 100, 100), (0, 1, 3), whole),
+        ((0, 0, 0, 7), every, whole + 1),
+    ):
+        expected = reduce(torch.add, (numbers(rank, numel) for rank in ranks))
+        for name in ("exact", *FORMATS):
+            got = [each for rank, each in enumerate(on_ranks(4, partial(run, name, shares, ranks))) if rank in ranks]
+            assert all(torch.equal(total, got[0][0]) for total, _ in got), (name, shares)
+            assert error(got[0][0], expected) <= (1.5 * ERRORS[name] if name != "exact" else 0.0), (name, shares)
+            if name != "exact":
+                continue
+            for k, (_, sent) in enumerate(got):
+                own = sum(part[k] for part in sum_parts(numel, ranks, shares))
+                assert sent == 4 * (numel + (len(ranks) - 2) * own), (shares, k)
+                assert abs(own - numel * shares[ranks[k]] / sum(shares[rank] for rank in ranks)) <= numel // whole + 1
+
+
+@pytest.mark.ranks
+def test_all_pieces_of_a_sum_are_under_way_and_awaited_at_once_and_sums_go_out_as_they_are_made() -> None:
+    def run(t: Transport) -> tuple[int, list[tuple[int, int]]]:
+        order, total, start = list[tuple[int, int]](), torch.ones(PIECE), t._exchange
+
+        def noted(sends: Any, receives: Any, *others: Any) -> Work:
+            order.append((len(sends), len(receives)))
+            return start(sends, receives, *others)
+
+        t._exchange = noted  # type: ignore[assignment, method-assign]
+        work = Short(t, "exact", (1, 1, 0)).all_reduce(total, (0, 1, 2))
+        begun = len(order)
+        work.wait()
+        assert torch.equal(total, torch.full_like(total, 3.0))
+        return begun, order
+
+    for rank, (begun, order) in enumerate(on_ranks(3, run)):
+        sums = [] if rank == 2 else [(2, 0)] * 4  # of nothing, which is not sent
+        assert begun == 8 and order == [(0, 2 if rank == 2 else 1), (2, 0) if rank == 2 else (1, 2)] * 4 + sums, order
+
+
+@pytest.mark.ranks
+def test_equal_shares_and_what_has_no_float32_are_the_backends() -> None:
+    def run(shares: tuple[int, ...], dtype: torch.dtype, t: Transport) -> tuple[Tensor, list[str]]:
+        seen, inner = list[str](), t._all_reduce
+        t._all_reduce = lambda *given: seen.append("ring") or inner(*given)  # type: ignore[method-assign, func-returns-value]
+        total = numbers(t.rank, 3000).to(dtype)
+        Short(t, "exact", shares).all_reduce(total, (0, 1, 2)).wait()
+        return total, seen
+
+    for shares, dtype, ring in (
+        ((1, 1, 0), torch.float32, False),
+        ((7, 7, 7), torch.float32, True),
+        ((0, 0, 0), torch.float32, True),
+        ((1, 1, 0), torch.bfloat16, True),
+        ((1, 1, 0), torch.float64, True),
+    ):
+        assert all(seen == ["ring"] * ring for _, seen in on_ranks(3, partial(run, shares, dtype))), (shares, dtype)
 
 
 @pytest.mark.ranks
