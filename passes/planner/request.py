@@ -19,6 +19,7 @@ from splitc.cost_models.compute.dtypes import layer_dtypes
 from splitc.cost_models.compute.roofline import layer_seconds
 from splitc.cost_models.memory.memory import gradient_nbytes, rank_memory
 from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling, ring_all_reduce
+from splitc.cost_models.network.sum_shares import shared_sum, sum_shares
 from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.graph import tensor_spec
 from splitc.ir.layers import StateTensor
@@ -30,6 +31,7 @@ from splitc.passes.planner.dividing import Divisible, divisible_kinds
 from splitc.passes.planner.order import AT_ONCE, Order
 from splitc.passes.planner.pins import Pin
 from splitc.passes.planner.problem import Option
+from splitc.runtime.transport.collective import are_unequal
 from splitc.runtime.transport.formats import AS_COMPUTED, BLOCK, Wire, format_of
 
 
@@ -75,10 +77,19 @@ class Request:
     def all_reduce_seconds(self, nbytes: float, *groups: Sequence[int]) -> float:
         """Summing `nbytes` over the ranks of a group, while other groups of as many ranks do the same.
 
-        By a ring, or by recursive doubling where that was asked for.
+        By a ring or in shares, or by recursive doubling where that was asked for.
         """
-        seconds, form = recursive_doubling if self._doubling else ring_all_reduce, self.form("gradients")
-        return seconds(form.ratio * nbytes, len(groups[0]), self.all_reduce_link(*groups)) + form.cast * nbytes
+        algorithm, form = recursive_doubling if self._doubling else ring_all_reduce, self.form("gradients")
+        seconds = algorithm(form.ratio * nbytes, len(groups[0]), self.all_reduce_link(*groups))
+        if all(are_unequal(group, self.sum_shares) for group in groups):
+            times = (shared_sum(form.ratio * nbytes, self.cluster, group, self.sum_shares) for group in groups)
+            seconds = min(seconds, max(times))
+        return seconds + form.cast * nbytes
+
+    @cached_property
+    def sum_shares(self) -> tuple[int, ...]:
+        """What the ranks may add up of sums, where that can be faster than a ring."""
+        return () if self._doubling else sum_shares(self.cluster, self.world)
 
     def all_reduce_link(self, *groups: Sequence[int]) -> Link:
         """The link that an all-reduce of each of `groups` runs on, all at once."""

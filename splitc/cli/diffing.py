@@ -77,6 +77,7 @@ _TEXTS: Mapping[str, Callable[[Plan], str]] = {
     "examples": _examples,
     "groups": lambda plan: ", ".join(f"{role} in groups of {group.size}" for role, group in plan.groups.items()),
     "wire": lambda plan: wire_text(plan.wire),
+    "sum_shares": lambda plan: ", ".join(map(str, plan.sum_shares)),
 }
 """How parts of a plan are written that are no plain values."""
 

@@ -98,6 +98,8 @@ def _headline(program: PlacedProgram) -> str:
     lines += [f"approximate: {how}; seconds and bytes are means over a {plan.cycle}"] * bool(how)
     short = wire_text(plan.wire)
     lines += [f"approximate: {short} on the wire, summed in float32"] * bool(short)
+    shares = ", ".join(map(str, plan.sum_shares))
+    lines += [f"gradients are summed by shares {shares} of the ranks, whose lines differ"] * bool(shares)
     lines += [f"an update every {plan.accumulate} batches; seconds and bytes are their means"] * (plan.accumulate > 1)
     return "\n".join(map(wrap, lines))
 
