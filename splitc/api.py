@@ -22,9 +22,8 @@ from splitc.ir.costs import COUNTED, require_counted
 from splitc.ir.pass_manager import Watcher
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
-from splitc.ir.short_wire import parse_wire
+from splitc.ir.short_wire import Given, free_kinds, parse_wire
 from splitc.passes.planner.strategy import Strategy, in_microbatches, parse_strategy
-from splitc.runtime.transport.formats import Wire
 from splitc.runtime.transport.meeting import refusals_told
 from splitc.specialise import Settings
 
@@ -47,7 +46,8 @@ def compile(
     costs: str = COUNTED,
     accumulate: int = 1,
     tune: float = 0.0,
-    wire: str | Mapping[str, str] | Wire | None = None,
+    wire: Given = None,
+    wire_error: float | None = None,
     name: str | None = None,
     plan: Plan | None = None,
     watch: Watcher | None = None,
@@ -72,6 +72,8 @@ def compile(
     take the fastest.  Weights, data and random numbers stay as they were; what was the fastest on these hosts is kept.
     wire: the format in which numbers travel, "bf16", "fp16", "int8" or "fp8", or by kind, {"activations": "bf16",
     "errors": "bf16", "gradients": "int8"}; training is approximate then.  None: as computed.
+    wire_error: kinds without a format may have the one that makes steps shortest, of those that keep the relative error
+    (L2) of every parameter's gradient below this, measured on batches of the example's rows on simulated ranks.
     plan: compile this plan instead of choosing one.  watch: called after every pass.
     """
     with refusals_told(world) as call:
@@ -80,9 +82,9 @@ def compile(
         asked = in_microbatches(parse_strategy(strategy), microbatches)
         require_autocast(autocast)
         require_counted(costs)
-        _require_no_plan(plan, tune, asked, wire)
+        _require_no_plan(plan, tune, asked, (wire, wire_error))
         given = world, global_batch, cluster, asked, pins or {}, memory, autocast, code, accumulate, tune
-        settings = Settings(*given, parse_wire(wire))
+        settings = Settings(*given, parse_wire(wire), wire_error or 0.0, free_kinds(wire_error, wire))
         if example is None:
             return DeferredProgram(model, loss, settings, name, call, batch)
         bound = Example.bind(model, example, target, loss, batch)
@@ -91,9 +93,9 @@ def compile(
         return made
 
 
-def _require_no_plan(plan: Plan | None, tune: float, asked: Strategy, wire: object) -> None:
-    if wire is not None and plan is not None:
-        raise PlacementError("the plan says in which formats numbers travel: leave out wire")
+def _require_no_plan(plan: Plan | None, tune: float, asked: Strategy, wire: tuple[object, ...]) -> None:
+    if wire != (None, None) and plan is not None:
+        raise PlacementError("the plan says in which formats numbers travel: leave out wire and wire_error")
     if not isinstance(tune, int | float) or not 0 <= tune < math.inf:
         raise PlacementError(f"tune is {tune!r}; give a number of seconds, or 0 to run no finalists")
     if tune and (plan is not None or asked.inserts_norm):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from splitc.bounded import bounded
 from splitc.capture.example.example import LOSS, Example
 from splitc.capture.validate.behind import Behind
 from splitc.checks.batch_sizes import runs_batches_of
@@ -46,6 +47,7 @@ from splitc.specialise import Settings, inserts_norm, specialise, specialised, w
 from splitc.tuned import FINALISTS, tuned
 from splitc.verify.batches import scaled_down
 from splitc.verify.borrowed import borrowed
+from splitc.verify.rounding import Rounding, rounding
 from splitc.verify.verify import Verification, verify_program
 
 
@@ -68,7 +70,7 @@ def compile_example(
     def program(behind: Behind | None = None) -> LoweredProgram:
         with _few_objects():
             traced[:] = [analysed(model, example, evaluation=evaluation, behind=behind)]
-            return specialise(traced[0], settings, plan, watch)
+            return with_formats(settings, model, example, lambda asked: specialise(traced[0], asked, plan, watch))
 
     world = settings.world if plan is None else plan.world
     if plan is None and is_this_machine(settings.cluster) and rank_among(world, alone=-1) >= 0:
@@ -84,6 +86,18 @@ def compile_example(
         behind.start()
     made.analysed = lambda: traced[0] if traced else analysed(model, example, evaluation=evaluation)
     return made
+
+
+def with_formats(
+    settings: Settings, model: nn.Module, example: Example, made: Callable[[Settings], LoweredProgram]
+) -> LoweredProgram:
+    """The program that is made for settings, with formats on the wire where they are to be chosen."""
+
+    def measure(each: LoweredProgram, batches: int) -> Rounding:
+        weights = CompiledProgram(each, model, example, settings).weights()
+        return rounding(each, model, example, weights, each.plan.local_batches, batches)
+
+    return bounded(settings, made, measure) if settings.free else made(settings)
 
 
 @contextmanager
@@ -260,7 +274,8 @@ class CompiledProgram:
         if worker.live is not None and worker.rank.index == 0:
             own = self._settings.cluster
             source = own if isinstance(own, str | Path) else None
-            worker.live.expected = expected(self.program, self.analysed, self._settings.place, source)
+            place = replace(self._settings, wire=self.plan.wire).place
+            worker.live.expected = expected(self.program, self.analysed, place, source)
         return worker
 
     def of(self, program: LoweredProgram) -> CompiledProgram:
@@ -320,7 +335,7 @@ class CompiledProgram:
         return compile_example(
             self._model,
             replace(self._example.to(dtype), loss=self._example.loss),
-            replace(self._settings, autocast=None, cluster=None),
+            replace(self._settings, autocast=None, cluster=None, free=()),
             name=self.program.name,
             plan=replace(self.plan, model=""),
             evaluation=False,

@@ -41,6 +41,7 @@ class Settings:
     """The arguments of `compile` other than model and data.  code: where the model's Python is, see `OwnCode`.
 
     tune: seconds in which finalists are run to choose among them; 0: none is.
+    free: the kinds of numbers that may travel in other formats than `wire`, for errors of gradients below `wire_error`.
     """
 
     world: int
@@ -54,6 +55,8 @@ class Settings:
     accumulate: int = 1
     tune: float = 0.0
     wire: Wire = AS_COMPUTED
+    wire_error: float = 0.0
+    free: tuple[str, ...] = ()
 
     def place(self, model: str = "", kept: list[LoweredProgram] | None = None) -> Place:
         """The pass that chooses a plan for them.

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from splitc.cli.names import Attempts
 from splitc.cli.plan_file import read_plan_file
 from splitc.cli.progress import Step
 from splitc.codegen.build_folder import WEIGHTS
-from splitc.compiled import CompiledProgram
+from splitc.compiled import CompiledProgram, with_formats
 from splitc.cost_models.calibration.rank_timer import Progress
 from splitc.cost_models.clusters.files import THIS_MACHINE
 from splitc.cost_models.clusters.named import load_cluster
@@ -40,7 +41,7 @@ from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.printer import print_program
 from splitc.ir.program import LoweredProgram, Program
-from splitc.ir.short_wire import parse_wire
+from splitc.ir.short_wire import free_kinds, parse_wire
 from splitc.passes.analysis import analyse
 from splitc.passes.place import Place
 from splitc.passes.planner.pins import contradicted, unknown_words
@@ -58,20 +59,22 @@ def compiled(args: argparse.Namespace) -> CompiledProgram:
     plan = None if given is None else _plan(args, Path(given))
     behind = Behind()
     file, settings, program = analysed(args, plan, behind=behind)
-    traced = [program]
+    traced, chosen = [program], partial(with_formats, settings, file.model, file.example)
 
     def anew() -> LoweredProgram:
         with Step(f"tracing {file.name}", args.quiet) as step:
             doing = step.doing(file.name)
             traced[:] = [_analysed(file, args.verbose, settings, doing, True)]
-            return specialise(traced[0], settings, plan, now=doing)
+            return chosen(lambda asked: specialise(traced[0], asked, plan, now=doing))
 
     with Step(f"planning {file.name} on {settings.world} ranks", args.quiet) as step:
-        placed = specialise(program, settings, plan, watch if args.verbose else None, step.doing(file.name))
+        then = watch if args.verbose else None, step.doing(file.name)
+        placed = chosen(lambda asked: specialise(program, asked, plan, *then))
         if plan is None and args.command not in ("verify", "tune"):
             step.now(f"planning {file.name} with faster links and larger batches")
             with suppress(TimeoutError):
-                prediction = replace(placed.plan.prediction, advice=advice(settings.place(), program, placed.plan))
+                place = replace(settings, wire=placed.plan.wire).place()
+                prediction = replace(placed.plan.prediction, advice=advice(place, program, placed.plan))
                 placed = replace(placed, plan=replace(placed.plan, prediction=prediction))
     made = CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code), behind, anew)
     made.analysed = lambda: traced[0]
@@ -138,6 +141,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     strategy = attempts.result(lambda: in_microbatches(parse_strategy(args.strategy), args.microbatches))
     pins = attempts.result(parse_pins, args.pin)
     autocast, wire = attempts.result(parse_autocast, args.autocast), attempts.result(parse_wire, args.wire)
+    free = attempts.result(free_kinds, args.wire_error, args.wire)
     cluster = attempts.result(_cluster, args.cluster, args.quiet, not attempts.problems)
     if strategy is not None and cluster is not None and args.world is not None:
         place = Place(cluster, args.world, strategy, global_batch=args.global_batch, memory=args.memory)
@@ -153,6 +157,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         autocast=autocast,
         accumulate=args.accumulate,
         wire=wire or AS_COMPUTED,
+        wire_error=args.wire_error or 0.0,
+        free=free or (),
     )
 
 
@@ -240,7 +246,7 @@ def parse_autocast(name: str | None) -> torch.dtype | None:
 def _plan(args: argparse.Namespace, path: Path) -> Plan:
     """The plan in a file.  Raises LaunchError when it is malformed or an option contradicts it."""
     plan = read_plan_file(path, args.world)
-    decided = ("strategy", "microbatches", "pin", "accumulate", "global_batch", "wire")
+    decided = ("strategy", "microbatches", "pin", "accumulate", "global_batch", "wire", "wire_error")
     changed = [name for name in decided if getattr(args, name) != args.parser.get_default(name)]
     if given := [f"--{name.replace('_', '-')}" for name in changed]:
         raise LaunchError(f"{path} has decided everything already; leave out {', '.join(given)}")

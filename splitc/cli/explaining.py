@@ -23,6 +23,8 @@ def explain(args: argparse.Namespace) -> int:
     """Print the placements of a layer with their prices, or where the choice of the plan flips."""
     if (args.layer is None) != args.sensitivity:
         raise LaunchError("name a layer, or a pattern of layers, to price its placements; or ask for --sensitivity")
+    if args.wire_error is not None:
+        raise LaunchError("--wire-error measures the plan that is chosen; give explain the formats of that, --wire ...")
     _, settings, program = analysed(args, evaluation=False)
     place = settings.place()
     answer = _sensitivity if args.sensitivity else _placements

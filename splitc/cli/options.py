@@ -246,6 +246,7 @@ def _model_options(add: Add, plan: bool = True) -> None:
         help="mixed precision: bfloat16 or float16 runs every forward under torch.autocast",
     )
     _wire(add)
+    add("--wire-error", type=float, metavar="E", help="approximate: in formats with errors of gradients below E: 1e-2")
     add("--costs", type=require_counted, help=argparse.SUPPRESS)
     add(
         "--input",

@@ -20,7 +20,7 @@ class Candidate:
     """The best plan of one strategy.
 
     step_seconds: simulated (s); program_seconds: by the integer program, or a closed form.  samples_per_second:
-    simulated, over all ranks.  why: it is infeasible.
+    simulated, over all ranks.  why: it is infeasible.  error: the largest relative one (L2) of a gradient, as measured.
     """
 
     strategy: str
@@ -33,6 +33,7 @@ class Candidate:
     roles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     program_seconds: float = 0.0
     microbatches: int = 1
+    error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Prediction:
     none where nothing was simulated.  p50, p90: what half and nine tenths of the steps take at most (s); 0 where
     nothing varies.  priced: the best plan of every strategy that was priced to choose the plan; all: prices every
     strategy.  reasons: layer -> why it was placed so.  advice: what would put idle ranks to work.
-    tried: the plans that were run to choose this one.
+    tried: the plans that were run to choose this one.  on_wire: the best exact plan, and the one in formats chosen.
     based_on: digest of the cluster before runs changed its numbers, by `factors`.  weights: of factors, as in
     `calibration/learning.py`.  basis: one of `BASES`.  ran: the measured step of this plan there (s); 0 if it did not.
     """
@@ -99,6 +100,7 @@ class Prediction:
     ran: float = 0.0
     p50: float = 0.0
     p90: float = 0.0
+    on_wire: tuple[Candidate, ...] = ()
     all: Callable[[], tuple[Candidate, ...]] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -129,7 +131,7 @@ class Prediction:
         return cls(**{names[key]: value for key, value in values.items()}), problems
 
 
-_WHERE_KNOWN = ("tried", "p50", "p90", "based_on", "factors", "weights", "basis", "ran")
+_WHERE_KNOWN = ("tried", "on_wire", "p50", "p90", "based_on", "factors", "weights", "basis", "ran")
 KEYS = {"layer_seconds": "seconds", "phases": "predicted", "priced": "candidates"}
 """Fields that have another name in plan.json."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 from splitc.errors import PlacementError
 from splitc.ir.names import near_name
@@ -23,26 +23,42 @@ KINDS = {
 """What travels -> its kind in a `Wire`; other payloads travel as they are."""
 
 
-def parse_wire(given: str | Mapping[str, str] | Wire | None) -> Wire:
+_NAMES = [each.name for each in fields(Wire)]
+Given = str | Mapping[str, str] | Wire | None
+
+
+def parse_wire(given: Given) -> Wire:
     """The formats that `wire=` asks for: "bf16", or by kind, {"errors": "bf16"} or "activations=bf16,gradients=int8".
 
     Raises PlacementError with all that is wrong.
     """
-    if isinstance(given, Wire):
-        return given
-    kinds, problems = [each.name for each in fields(Wire)], list[str]()
-    if isinstance(given, str) and "=" in given:
-        given = {kind.strip(): name.strip() for kind, _, name in (part.partition("=") for part in given.split(","))}
-    if isinstance(given, str):
-        given = dict.fromkeys(kinds, given)
-    for kind, name in (given or {}).items():
-        if kind not in kinds:
-            problems.append(f"there is no kind {kind!r}; {near_name(kind, kinds)}there are {', '.join(kinds)}")
+    asked, problems = _by_kind(given), list[str]()
+    for kind, name in asked.items():
+        if kind not in _NAMES:
+            problems.append(f"there is no kind {kind!r}; {near_name(kind, _NAMES)}there are {', '.join(_NAMES)}")
         if name not in (EXACT, *FORMATS):
             problems.append(f"there is no format {name!r}; there are {EXACT}, {', '.join(FORMATS)}")
     if problems:
         raise PlacementError(f"wire: {'; '.join(dict.fromkeys(problems))}")
-    return Wire(**given or {})
+    return Wire(**asked)
+
+
+def free_kinds(error: float | None, given: Given) -> tuple[str, ...]:
+    """The kinds whose formats `wire_error=` may choose, which `wire=` leaves out.  Raises PlacementError."""
+    if error is None:
+        return ()
+    if not isinstance(error, int | float) or not 0 < error < 1:
+        raise PlacementError(f"wire_error is {error!r}; give the largest relative error of a gradient, such as 1e-2")
+    if not (kinds := tuple(kind for kind in _NAMES if kind not in _by_kind(given))):
+        raise PlacementError("wire_error: wire gives every kind a format; leave out one of the two, or name kinds")
+    return kinds
+
+
+def _by_kind(given: Given) -> Mapping[str, str]:
+    if isinstance(given, str):
+        pairs = (part.partition("=") for part in given.split(","))
+        return {k.strip(): name.strip() for k, _, name in pairs} if "=" in given else dict.fromkeys(_NAMES, given)
+    return asdict(given) if isinstance(given, Wire) else given or {}
 
 
 def wire_text(wire: Wire) -> str:

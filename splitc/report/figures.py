@@ -51,6 +51,7 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "ranks": [figures.rank(rank) for rank in range(plan.world)],
         "candidates": [_candidate(candidate) for candidate in plan.candidates],
         "tried": [asdict(each) for each in plan.prediction.tried],
+        **({"on_wire": [*map(_candidate, plan.prediction.on_wire)]} if plan.prediction.on_wire else {}),
         "by_bytes": list(by_bytes(program)),
         "notes": list(program.notes),
     }

@@ -37,7 +37,8 @@ def report(program: LoweredProgram, everything: bool = False) -> str:
         _headline(program),
         _placements(rows, shown),
         _ranks(program, figures),
-        _candidates(program.plan) if program.plan.candidates else "",
+        _candidates("the best plan of each strategy", program.plan.candidates),
+        _candidates("the best plan by the numbers on the wire", program.plan.prediction.on_wire),
         tried(program.plan),
         _reasons([layers[each] for each in shown if isinstance(each, int)], len(layers), everything),
     ]
@@ -180,17 +181,17 @@ def _ranks(program: PlacedProgram, figures: Figures) -> str:
     return table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1)
 
 
-def _candidates(plan: Plan) -> str:
-    fastest = max((c.samples_per_second for c in plan.candidates if c.feasible), default=0.0)
-    ordered = sorted(plan.candidates, key=lambda c: (not c.feasible, -c.samples_per_second))
+def _candidates(title: str, candidates: Sequence[Candidate]) -> str:
+    fastest = max((c.samples_per_second for c in candidates if c.feasible), default=0.0)
+    ordered = sorted(candidates, key=lambda c: (not c.feasible, -c.samples_per_second))
     headers = ["strategy", "ranks", "batch", "step", "samples/s", "of best"]
     rows = [_candidate(c, fastest) for c in ordered]
     text = table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1, least=6)
-    notes = [wrap(f"{c.strategy}: {c.why}", "  ") for c in ordered if not c.feasible and c.why]
+    notes = [wrap(f"{c.strategy}: {c.why}", "  ") for c in ordered if c.why]
     feasible = [_name(c) for c in ordered if c.feasible and c.samples_per_second >= (1 - ERROR) * fastest]
     if equal := ", ".join(feasible[1:]):
         notes.insert(0, wrap(f"within the error of prediction ({ERROR:.0%}) of {feasible[0]}: {equal}", "  "))
-    return "\n".join(["the best plan of each strategy", text, *notes])
+    return "\n".join([title, text, *notes]) if candidates else ""
 
 
 def tried(plan: Plan) -> str:

@@ -52,17 +52,6 @@ class Comparison:
         names = self.reference.gradients[step]
         return {name: max((e[name] for e in by_rank if name in e), default=float("inf")) for name in names}
 
-    def cosines(self, step: int) -> dict[str, float]:
-        """The least cosine of each gradient on any rank with that of the one process; 1 of zeros."""
-        found: dict[str, float] = {}
-        for trial in self.ranks:
-            expected = held_parts(self.reference.gradients[step], trial)
-            for name, gradient in trial.gradients[step].items():
-                a, b = _wide(gradient).flatten(), _wide(expected[name]).flatten()
-                norms = float(a.norm() * b.norm())
-                found[name] = min(found.get(name, 1.0), float(a @ b) / norms if norms else 1.0)
-        return found
-
     def state_errors(self, step: int) -> dict[str, float]:
         """The error of each parameter and buffer after a step; counters must be equal; within a round none."""
         states = next((trial.states for trial in self.ranks if trial.states), self.reference.states)

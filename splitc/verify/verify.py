@@ -49,7 +49,9 @@ from splitc.verify.comparison import TOLERANCES, Comparison, zero_gradients
 from splitc.verify.features import joint_of
 from splitc.verify.norm_groups import norm_groups
 from splitc.verify.reference import LEARNING_RATE, MOMENTUM, Training, exact_reference, loss_of_copy, reference
+from splitc.verify.rounding import rounding
 
+_BATCHES = 4  # on which rounding is measured
 _SHOWN = 5  # gradients of an approximate plan, the worst ones
 
 
@@ -59,7 +61,7 @@ class Verification:
 
     holds: all errors are within `tolerance`, and the ranks train as one process does.  bounded: where numbers travel in
     short formats, which is approximate, all errors are within the bound that these formats have.
-    parameters: of such plans, the largest error of each gradient and its least cosine, the worst first.
+    parameters: of such plans, what rounding does to each gradient, the worst first (`rounding.py`).
     steps, examples: how much was trained.  where: the node to look at.  against: what was trained beside the ranks.
     """
 
@@ -77,7 +79,7 @@ class Verification:
     where: str = ""
     against: str = "one process"
     bounded: bool = False
-    parameters: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    parameters: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
@@ -93,8 +95,9 @@ class Verification:
             f"  parameter error  {self.parameter_error:.2e}",
             f"  tolerance        {self.tolerance:.0e}   worst: {self.worst}",
         ]
-        for name, (error, cosine) in [*self.parameters.items()][:_SHOWN]:
-            lines.append(f"  approximate      {name}: relative error {error:.2e}, cosine {cosine:.6f}")
+        for name, (error, cosine, noise) in [*self.parameters.items()][:_SHOWN]:
+            figures = f"relative error {error:.2e}, cosine {cosine:.6f}, noise of a batch {noise:.2e}"
+            lines.append(f"  approximate      {name}: {figures}")
         if self.where:
             lines.append(f"  look at          {self.where}")
         return "\n".join([*lines, *(f"  note             {note}" for note in self.notes)])
@@ -157,7 +160,11 @@ def verify_program(
         for k, unit in enumerate(units)
     ]
     zero = set.intersection(*({*()} if each is None else zero_gradients(each) for each in exact))
-    return _verification(training, comparisons, zero, processes, notes)
+    found = None if is_exact else rounding(program, model, example, weights, local_batches, _BATCHES)
+    if found is not None:
+        notes.append(f"with {wire_text(program.plan.wire)} rounding {found.added} of {size} examples")
+    result = _verification(training, comparisons, zero, processes, notes)
+    return replace(result, parameters=found.effects) if found else result
 
 
 def computed_in(program: PlacedProgram) -> torch.dtype:
@@ -191,10 +198,6 @@ def _verification(
     errors |= {f"{name} (value)": e for name, e in parameters.items()}
     gradient_error, parameter_error = max(gradients.values(), default=0.0), max(parameters.values(), default=0.0)
     within, is_short = max(loss_error, gradient_error, parameter_error) <= tolerance, not program.plan.wire.is_exact
-    cosines: dict[str, float] = {}
-    for found in (each.cosines(step) for each in comparisons if is_short for step in each.steps):
-        cosines |= {name: min(cosine, cosines.get(name, 1.0)) for name, cosine in found.items()}
-    worst_first = sorted(gradients, key=lambda name: -gradients[name])
     notes = [*_notes(program, local_batches, zero), *notes, *_rounding(comparisons, zero)]
     units = joint_of(program).what
     against = "one process" + f" that trains {len(comparisons)} {units} in turn and averages them" * bool(units)
@@ -215,7 +218,6 @@ def _verification(
         where="" if within else _suspect(program, comparisons),
         against=against,
         bounded=within and is_short,
-        parameters={name: (gradients[name], cosines.get(name, 0.0)) for name in worst_first} if is_short else {},
     )
 
 
