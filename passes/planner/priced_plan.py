@@ -76,7 +76,7 @@ class PricedPlan:
             self.seconds,
             self.samples_per_second,
             self.global_batch,
-            self.exact,
+            self.exact and (self.plan is None or self.plan.wire.is_exact),
             self.feasible,
             self.infeasible_because,
             {} if self.plan is None else self.plan.all_roles,

@@ -58,21 +58,19 @@ def rounding(
 ) -> Rounding:
     """Measure a program.  weights: what weights.pt holds.  local_batches: examples of each reader in a step."""
     sizes, data = within_example(program, tuple(local_batches)), GenericData.of(program, example.tensors)
-    plan, own = program.plan, {"model": model, LOSS: example.loss}
+    plan, options = program.plan, {"learning_rate": 0.0, "momentum": 0.0, "period": _AT_ONCE + 1}
+    given: dict[str, Any] = {"weights": weights, "sizes": sizes, "own": {"model": model, LOSS: example.loss}, **options}
     builds = [generate(replace(program, plan=replace(plan, wire=each))) for each in (AS_COMPUTED, plan.wire)]
     sums, means = defaultdict[str, Any](int), defaultdict[str, dict[int, Any]](lambda: defaultdict(int))
     with borrowed(model, example.loss), threads(max(1, torch.get_num_threads() // plan.world)):
         for first in range(0, batches, _AT_ONCE):
             seeds = range(first, min(first + _AT_ONCE, batches) + 1)
             feeds = [split_batch(program, data.draw(sum(sizes), seed, Draw.ROWS), sizes) for seed in seeds]
-            trial = partial(
-                run_trial, weights=weights, feeds=feeds, sizes=sizes, learning_rate=0.0, momentum=0.0, own=own
-            )
-            exact, short = (run_ranks(plan.world, partial(trial, build)) for build in builds)
+            exact, short = (run_ranks(plan.world, partial(run_trial, b, feeds=feeds, **given)) for b in builds)
             for rank, step in product(range(plan.world), range(1, len(feeds))):
                 for name, gradient in exact[rank].gradients[step].items():
                     g, s = (each.double().flatten() for each in (gradient, short[rank].gradients[step][name]))
-                    sums[name] += torch.stack([g @ g, s @ s, g @ s, (s - g) @ (s - g)])
+                    sums[name] += torch.stack([g @ g, s @ s, g @ s, (s - g).square().sum().nan_to_num(torch.inf)])
                     means[name][rank] += g / batches
     numel = {name: max(sum(mean.numel() for mean in parts.values()), 1) for name, parts in means.items()}
     largest = max((float(found[0]) / numel[name] for name, found in sums.items()), default=0.0)

@@ -76,11 +76,12 @@ def test_verify_bounds_every_strategy_and_never_calls_it_the_same(name: str) -> 
     result = program(name, "bf16").verify(steps=2, examples=BATCH)
     assert not result.holds and result.bounded, str(result)
     assert str(result).startswith("approximate, bounded: 2 steps")
-    errors = [error for error, _ in result.parameters.values()]
+    errors = [error for error, *_ in result.parameters.values()]
     assert errors == sorted(errors, reverse=True)
-    assert all(cosine > 0.99 for _, cosine in result.parameters.values())
+    assert all(cosine > 0.99 and noise > 0 for _, cosine, noise in result.parameters.values())
     assert (errors[0] > 1e-4) == is_short(name, "bf16")
     assert next(iter(result.parameters)) in str(result)
+    assert f"to the sampling noise of a batch of {BATCH} examples" in str(result)
 
 
 @pytest.mark.ranks
