@@ -154,6 +154,7 @@ def slowed(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
         device=_device(cluster.device, times),
         link=_link(cluster.link, times),
         local_link=None if cluster.local_link is None else _link(cluster.local_link, local),
+        site_link=None if cluster.site_link is None else _link(cluster.site_link, times),
         unlike=tuple(replace(u, device=_device(u.device, times), link=_link(u.link, times)) for u in cluster.unlike),
     )
 

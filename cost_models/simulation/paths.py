@@ -1,7 +1,8 @@
 """Map a message or collective to the lines it occupies in a cluster, and price it.
 
 Every rank has an outgoing and an incoming line, or a single one where its link is half duplex; the ranks of a host with
-a shared link share its lines.  Traffic inside a host has lines of its own (`Cluster.local_link`).
+a shared link share its lines.  Traffic inside a host has lines of its own (`Cluster.local_link`), and that between
+sites.
 """
 
 from __future__ import annotations
@@ -31,24 +32,27 @@ class Paths:
         if op.kind != "collective":
             messages = 1
             seconds = point_to_point(op.nbytes, link)
-            lines = {self._line(ends[0], link, out=True), self._line(ends[1], link, out=False)}
+            lines = {self._line(ends[0], link, ends, out=True), self._line(ends[1], link, ends, out=False)}
             processor = times * (link.message_processor + link.processor * op.nbytes)
         else:
             seconds = ALGORITHMS[op.algorithm](op.nbytes, len(ends), link)
             if op.shares:
                 seconds = shared_sum(op.nbytes, self._cluster, ends, op.shares)
             messages = rounds(op.algorithm, len(ends))
-            ends = tuple([rank for rank in ends if rank in self._simulated])
-            lines = {self._line(rank, link, out) for rank in ends for out in (True, False)}
+            every, ends = ends, tuple([rank for rank in ends if rank in self._simulated])
+            lines = {self._line(rank, link, every, out) for rank in ends for out in (True, False)}
             processor = 2 * times * (link.message_processor * messages + link.processor * op.sent)
         seconds = max(seconds, link.message_processor * messages)
         if op.nbytes <= link.latency * link.bandwidth:
             lines = set()  # a few packets, which pass between those of other transfers
         return Transfer(str(op.payload), ends, tuple(sorted(lines)), times * seconds, processor)
 
-    def _line(self, rank: int, link: Link, out: bool) -> int:
-        """Return the number of a line of `rank`: outgoing or incoming; its own, its host's or inside its host."""
-        local = link is self._cluster.local_link
-        place = self._cluster.host_of(rank) if link.shared and not local else rank
-        kind = 2 if local else 1 if link.shared else 0
+    def _line(self, rank: int, link: Link, ends: tuple[int, ...], out: bool) -> int:
+        """Return the number of a line of `rank`: outgoing or incoming; its own, its host's or site's, or inside its host."""
+        if self._cluster.crosses_sites(ends):
+            kind, place = (4, self._cluster.site_of(rank)) if link.shared else (3, rank)
+        elif link is self._cluster.local_link:
+            kind, place = 2, rank
+        else:
+            kind, place = (1, self._cluster.host_of(rank)) if link.shared else (0, rank)
         return 2 * (kind * self._world + place) + (out and link.duplex)

@@ -64,7 +64,7 @@ def simulate(
     """
     samples = 0 if record or not varies(cluster, program.plan.world, len(program.layers)) else samples
     cores = cluster.cores if cluster.ranks_share_device else None
-    links = cluster.link, cluster.local_link, *(each.link for each in cluster.unlike)
+    links = cluster.link, cluster.local_link, cluster.site_link, *(each.link for each in cluster.unlike)
     costs_processor = any(link.processor or link.message_processor for link in links if link is not None)
     alike = tuple(range(program.plan.world)) if record or samples else representatives(program.plan, cluster)
     units = len(alike) // len(set(alike))

@@ -6,7 +6,7 @@ Numbers are SI base units: FLOP/s, bytes/s, bytes, seconds.  Ranks are numbered 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated
@@ -154,6 +154,7 @@ class Cluster:
 
     device, link: of every rank that is not in `unlike`.  The link connects it to all others, with a `local_link` to the
     ranks of other hosts.  local_link: between the `ranks_per_host` ranks of a host; without it every rank is a host.
+    site_link: between ranks of different sites, of `ranks_per_site` ranks each; without it there is one site.
     world: number of devices; None if there is no limit.  source: where the numbers are from.
     ranks_share_device: the ranks of a host, or without hosts all ranks, compute on the same `cores`.  The device is one
     core; each of n computing ranks has cores / n of it, at most one, and 1/n of the memory.
@@ -169,6 +170,8 @@ class Cluster:
     cores: _Count = 1
     local_link: Link | None = None
     ranks_per_host: _Count | None = None
+    site_link: Link | None = None
+    ranks_per_site: _Count | None = None
     unlike: Annotated[tuple[Unlike, ...], _TABLES] = ()
     learned: Learned | None = None
 
@@ -209,41 +212,54 @@ class Cluster:
         """The host of `rank`."""
         return rank // self.ranks_per_host if self.ranks_per_host else rank
 
+    def site_of(self, rank: int) -> int:
+        """The site of `rank`."""
+        return rank // self.ranks_per_site if self.ranks_per_site else 0
+
+    def crosses_sites(self, ranks: Iterable[int]) -> bool:
+        """Whether ranks are of several sites."""
+        return self.site_link is not None and len(set(map(self.site_of, ranks))) > 1
+
     def link_of(self, rank: int) -> Link:
         """The link of `rank` to ranks of other hosts."""
         return self._unlike_of[rank].link if rank in self._unlike_of else self.link
 
-    def link_over(self, *groups: Iterable[int], rings: bool = True) -> Link:
+    def link_over(self, *groups: Collection[int], rings: bool = True) -> Link:
         """The slowest link that concurrent collectives of groups of ranks use.
 
         Within one host that is its local link.  Over several hosts it is that of the slowest host: rings in the order
         of ranks leave a host once each, so the ranks of a group on a host carry its outgoing traffic together, each on
-        its own link; a shared link is divided among the groups.  Without `rings` every rank sends for itself.
+        its own link; a shared link is divided among the groups.  Without `rings` every rank sends for itself.  Over
+        several sites it is the link between them, likewise.
         """
+        if self.site_link is not None and (crossing := [group for group in groups if self.crosses_sites(group)]):
+            sites = [Counter(map(self.site_of, group)) for group in crossing]
+            users = sum((Counter(each.keys()) if rings else each for each in sites), Counter[int]())
+            link = self.site_link.divided(max(users.values())) if self.site_link.shared else self.site_link
+            inside = [group for group in groups if not self.crosses_sites(group)]
+            return _slowest_of([link, self.link_over(*inside, rings=rings)]) if inside else link
         if self.local_link is None:
             return self._slowest_link(rank for group in groups for rank in group)
         hosts = [self._by_host(group) for group in groups]
-        crossing = [found for found in hosts if len(found) > 1]
-        users: Counter[int] = Counter()
-        for found in crossing:
+        leaving = [found for found in hosts if len(found) > 1]
+        users = Counter[int]()
+        for found in leaving:
             users.update({host: 1 if rings else len(members) for host, members in found.items()})
-        ways = [self._way_out(found[host], users[host], rings) for found in crossing for host in found]
-        return _slowest_of([*ways, self.local_link] if len(crossing) < len(hosts) else ways)
+        ways = [self._way_out(found[host], users[host], rings) for found in leaving for host in found]
+        return _slowest_of([*ways, self.local_link] if len(leaving) < len(hosts) else ways)
 
     def link_across(self, here: Sequence[int], there: Sequence[int]) -> Link:
         """The link that concurrent messages between ranks of `here` and of `there` use, for the busiest rank.
 
         Every rank of a side has an equal part of the bytes.  Within one host it is the local link; else the slowest of
-        the ranks' links, divided, if it is shared, among the ranks of a host.
+        the ranks' links, divided, if it is shared, among the ranks of a host.  Likewise between sites.
         """
+        if self.site_link is not None and self.crosses_sites({*here, *there}):
+            return _crowded(self.site_link, here, there, self.site_of)
         if self.local_link is not None and len(self._by_host({*here, *there})) == 1:
             return self.local_link
         link = self._slowest_link({*here, *there})
-        if not link.shared or not self.ranks_per_host:
-            return link
-        fewer = min(len(here), len(there))
-        crowds = ((n, len(side)) for side in (here, there) for n in Counter(map(self.host_of, side)).values())
-        return link.divided(max(n * fewer / size for n, size in crowds))
+        return _crowded(link, here, there, self.host_of) if self.ranks_per_host else link
 
     def with_bandwidth(self, bandwidth: float) -> Cluster:
         """The same cluster with another bandwidth (bytes/s) between hosts, on all links alike."""
@@ -275,6 +291,15 @@ class Cluster:
         if not self.unlike:
             return self.link
         return _slowest_of(list({id(link): link for link in map(self.link_of, ranks)}.values()))
+
+
+def _crowded(link: Link, here: Sequence[int], there: Sequence[int], place: Callable[[int], int]) -> Link:
+    """The share of the busiest rank of a link that the ranks of a place share, if they do."""
+    if not link.shared:
+        return link
+    fewer = min(len(here), len(there))
+    crowds = ((n, len(side)) for side in (here, there) for n in Counter(map(place, side)).values())
+    return link.divided(max(n * fewer / size for n, size in crowds))
 
 
 def _slowest(devices: list[Device]) -> Device:

@@ -4,6 +4,7 @@ name = "v100-10gbe"
 source = "where the numbers are from"
 world = 11                    # devices there are; leave it out when there is no limit
 ranks_per_host = 8            # leave it out when every rank is a host of its own
+ranks_per_site = 16           # leave it out when there is one site
 
 [device]
 name = "Tesla V100 16 GB"
@@ -32,6 +33,11 @@ all_reduce.latency = 60e-6
 [local_link]                  # between the ranks of a host
 bandwidth = 150e9
 latency = 5e-6
+
+[site_link]                   # between ranks of different sites, where ranks_per_site is given too
+bandwidth = 625e3
+latency = 50e-3
+shared = true                 # one line for all ranks of a site
 
 [[unlike]]                    # ranks that differ, and in what
 ranks = [2, 3]
@@ -74,7 +80,7 @@ def to_data(cluster: Cluster) -> dict[str, Any]:
         data["unlike"] = [{**each, "ranks": list(each["ranks"])} for each in data["unlike"]]
     for table in (data, *data.get("unlike", ())):
         table["device"] = _floats(_known(table["device"]))
-        for key in {"link", "local_link"} & table.keys():
+        for key in {"link", "local_link", "site_link"} & table.keys():
             collectives = table[key].pop("collectives")
             table[key] = _floats(_known(table[key]) | collectives)
     return data
@@ -162,6 +168,10 @@ def _sense(data: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
     ranks = [rank for each in values.get("unlike", ()) for rank in each.ranks]
     if ("local_link" in data) != ("ranks_per_host" in data):
         yield "local_link and ranks_per_host belong together: give both, or neither"
+    if ("site_link" in data) != ("ranks_per_site" in data):
+        yield "site_link and ranks_per_site belong together: give both, or neither"
+    if (each := values.get("ranks_per_site", 0)) % (host := values.get("ranks_per_host") or 1):
+        yield f"ranks_per_site is {each}, which hosts of {host} ranks do not make up"
     if local is not None and local.shared:
         yield "local_link.shared is true; give the bandwidth that a rank has while all of its host send"
     if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}):

@@ -215,3 +215,26 @@ def test_links_do_not_depend_on_the_order_of_ranks_and_a_group_is_no_faster_besi
         for group in groups:
             assert cluster.link_over(group).bandwidth >= together.bandwidth
             assert cluster.link_over(tuple(reversed(group))) == cluster.link_over(group)
+
+
+# -- sites -------------------------------------------------------------------------------------------------------------
+
+THIN = Link(1e6, 5e-2, shared=True)
+
+
+def test_what_crosses_sites_takes_the_line_between_them() -> None:
+    sites = hosts(ranks=2, site_link=THIN, ranks_per_site=4)
+    assert sites.link_over((0, 1)) == INSIDE and sites.link_over((0, 3), (4, 6)) == NET
+    assert sites.link_over((0, 1, 4)) == THIN
+    assert sites.link_over((0, 4), (1, 5)).bandwidth == 5e5  # two rings on one line
+    assert sites.link_over((0, 1, 4), rings=False).bandwidth == 5e5
+    assert sites.link_over((0, 1), (2, 6)) == replace(THIN, bandwidth=1e6)  # the slowest of them
+    own = replace(sites, site_link=replace(THIN, shared=False))
+    assert own.link_over((0, 4), (1, 5)) == own.site_link
+
+
+def test_messages_between_roles_of_two_sites_share_the_line() -> None:
+    sites = replace(small_cluster(), site_link=THIN, ranks_per_site=2)
+    assert sites.link_across((0,), (1,)) == sites.link
+    assert sites.link_across((0, 1), (2, 3)).bandwidth == 5e5
+    assert sites.link_across((0, 1), (2,)).bandwidth == 1e6  # whose own messages take all of it
