@@ -96,7 +96,7 @@ class Place(Pass[Program, PlacedProgram]):
 
     def simulated(self, program: Program) -> list[PricedPlan]:
         """The plans that `auto` compares."""
-        several = self._simulated(self._request(program), everything=True)
+        several = self.compared(self._request(program), everything=True)
         return [each for few in several for each in few if each.feasible]
 
     def finalists(self, program: Program, number: int) -> list[Plan]:
@@ -110,7 +110,7 @@ class Place(Pass[Program, PlacedProgram]):
         found: dict[tuple[object, ...], tuple[float, Plan]] = {}
         for place in asked:
             request = place._request(program)
-            several = place._simulated(request, self.strategy.compares)
+            several = place.compared(request, self.strategy.compares)
             priced = tuple(map(fastest, several))
             for each in chain(*several):
                 is_asked = each.exact or not self.strategy.compares
@@ -138,7 +138,7 @@ class Place(Pass[Program, PlacedProgram]):
 
     def _plan(self, request: Request) -> Plan:
         """The plan to take, with its prices."""
-        several = self._simulated(request, self.strategy.compares)
+        several = self.compared(request, self.strategy.compares)
         priced = tuple(map(fastest, several))
         chosen = self._choose(priced)
         while self.fits is not None and not (
@@ -178,9 +178,9 @@ class Place(Pass[Program, PlacedProgram]):
 
     def _priced(self, request: Request, everything: bool) -> tuple[PricedPlan, ...]:
         """The best plan of the strategy asked for, or of every strategy, by the simulation."""
-        return tuple(map(fastest, self._simulated(request, everything)))
+        return tuple(map(fastest, self.compared(request, everything)))
 
-    def _simulated(self, request: Request, everything: bool) -> list[list[PricedPlan]]:
+    def compared(self, request: Request, everything: bool) -> list[list[PricedPlan]]:
         """The best few plans of these strategies, simulated where they may be the best."""
         own = self.strategy
         names = [name for name in STRATEGIES if everything and strategy_named(name).compared]

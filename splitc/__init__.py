@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from splitc.strategies.modulo_shard import ModuloShard
     from splitc.strategies.parameter_server import ParameterServer
     from splitc.strategies.single_device import SingleDevice
+    from splitc.strategies.sites import Sites
     from splitc.verify.verify import Verification
 
 _MODULES = {
@@ -53,6 +54,7 @@ _MODULES = {
     "strategies.modulo_shard": "ModuloShard",
     "strategies.parameter_server": "ParameterServer",
     "strategies.single_device": "SingleDevice",
+    "strategies.sites": "Sites",
     "verify.verify": "Verification",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
@@ -81,6 +83,7 @@ __all__ = [
     "PlacementError",
     "Plan",
     "SingleDevice",
+    "Sites",
     "SplitcError",
     "Verification",
     "__version__",

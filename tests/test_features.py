@@ -16,7 +16,7 @@ from tests import ROOT
 STRATEGIES = {
     "servers": ["parameter_server"],
     "subnets": ["independent_subnets"],
-    "rounds": ["local_sgd", "modulo_shard", "in_rounds"],
+    "rounds": ["local_sgd", "modulo_shard", "sites", "in_rounds"],
 }
 """Feature -> the modules of strategies whose plans may have it."""
 

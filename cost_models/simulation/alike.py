@@ -22,7 +22,8 @@ def representatives(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
     """Rank -> the one that is simulated for it: that of the first unit."""
     each = tuple(range(plan.world))
     exchanges = plan.all_reduce != "backend" or any(f.concerns(plan) for f in features())
-    if exchanges or cluster.unlike or cluster.ranks_per_host or cluster.site_link or {*each} != {*sum(plan.roles.values(), ())}:
+    nested = cluster.ranks_per_host or cluster.ranks_per_site
+    if exchanges or cluster.unlike or nested or {*each} != {*sum(plan.roles.values(), ())}:
         return each
     units = math.gcd(*(len(ranks) // plan.grouping(role).size for role, ranks in plan.roles.items()))
     found: dict[int, int] = {}

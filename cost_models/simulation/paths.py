@@ -48,7 +48,7 @@ class Paths:
         return Transfer(str(op.payload), ends, tuple(sorted(lines)), times * seconds, processor)
 
     def _line(self, rank: int, link: Link, ends: tuple[int, ...], out: bool) -> int:
-        """Return the number of a line of `rank`: outgoing or incoming; its own, its host's or site's, or inside its host."""
+        """Return the number of a line of `rank`: outgoing or incoming; its own, its host's, its site's, or inside."""
         if self._cluster.crosses_sites(ends):
             kind, place = (4, self._cluster.site_of(rank)) if link.shared else (3, rank)
         elif link is self._cluster.local_link:

@@ -29,7 +29,7 @@ class Prices:
         self._dtypes = layer_dtypes(program, cluster.device)
         self._seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
         self._transfers: dict[tuple[Payload, int, int, int], Transfer] = {}
-        self._counts: dict[tuple[int, str, Payload, int], int] = {}
+        self._counts: dict[tuple[int, str, Payload, int, int], int] = {}
         self._times = 1
         self.travelling: dict[tuple[int, str, int | None], list[tuple[Transfer, float]]] = {}
 
@@ -55,7 +55,7 @@ class Prices:
     def transfer(self, rank: int, op: WireOp) -> Transfer:
         """Return the transfer that the next operation of `rank` with this payload and these ranks is an end of."""
         ends = {"send": (rank, op.ranks[0]), "recv": (op.ranks[0], rank)}.get(op.kind, op.ranks)
-        own = rank, op.kind, op.payload, op.ranks[0]
+        own = rank, op.kind, op.payload, op.ranks[0], op.ranks[-1]
         nth = self._counts[own] = self._counts.get(own, -1) + 1
         key = op.payload, ends[0], ends[-1], nth
         if key not in self._transfers:

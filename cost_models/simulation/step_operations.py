@@ -119,7 +119,7 @@ class Step:
 
     def _wire(self, action: Action) -> list[WireOp]:
         ops = list(of_action(self.program, self.rank, action))
-        in_round = action.row.what is What.LOSS and self.plan.trains_in_units
+        in_round = action.row.what is What.LOSS and self.plan.joins_losses
         return ops if not in_round else ops[-1:] if self.update == self.last else ops[:-1]  # of a unit
 
     def _between(self, actions: Sequence[Action]) -> None:

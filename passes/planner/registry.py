@@ -17,6 +17,7 @@ STRATEGIES = {
     "late_multiply": "LateMultiply",
     "mixed": "Mixed",
     "local_sgd": "LocalSGD",
+    "sites": "Sites",
     "independent_subnets": "IndependentSubnets",
     "auto": "Auto",
 }

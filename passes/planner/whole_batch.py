@@ -40,6 +40,6 @@ def gathered_plan(plan: Plan, layer: str) -> Plan:
         plan,
         roles={**plan.roles, layer: ranks},
         batch_offsets={**plan.batch_offsets, layer: plan.batch_offsets[role]},
-        groups={**groups, layer: Grouping(min(len(ranks), plan.unit_size), "BK")},
+        groups={**groups, layer: Grouping(len(plan.together(role, ranks[0])), "BK")},
         placements={**plan.placements, layer: replace(plan.placements[layer], role=layer, sync=sync, state=None)},
     )

@@ -19,7 +19,7 @@ from splitc.runtime.spec import Rounds
 
 @dataclass(frozen=True)
 class BucketAverages(Pass[LoweredProgram, LoweredProgram]):
-    """Buckets of at least `nbytes`, of one fragment and one dtype each."""
+    """Buckets of at least `nbytes`, of one fragment and one dtype each; of parameters, or of statistics."""
 
     nbytes: int = BucketGradients.nbytes
 
@@ -27,13 +27,14 @@ class BucketAverages(Pass[LoweredProgram, LoweredProgram]):
         if (rounds := program.plan.rounds) is None:
             return program
         fragments = _fragments(program, rounds)
-        stages = []
+        stages, trained = [], {name for name, tensor in program.tensors.items() if tensor.trainable}
         for stage in program.stages:
             averaged = [
                 (bucket, k)
                 for k in range(rounds.fragments)
-                for names in [[name for name, own in fragments.items() if own == (stage.role, k)]]
-                for bucket in in_buckets(program, names, self.nbytes)
+                for own in [[name for name, place in fragments.items() if place == (stage.role, k)]]
+                for names in [sorted(own, key=trained.__contains__)]
+                for bucket in in_buckets(program, names, self.nbytes, {*own} - trained)
             ]
             buckets, numbers = tuple(bucket for bucket, _ in averaged), tuple(k for _, k in averaged)
             stages.append(replace(stage, averaged=buckets, fragments=numbers))

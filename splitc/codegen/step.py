@@ -182,7 +182,8 @@ class StepWriter:
             return [(f"total = {comm}.sum_loss({zero_text(self.program)})", "the loss is computed on other ranks")]
         loss = "sum(losses)" if stage.role in self._microbatched else "loss"
         apart = self._plan.trains_in_units and self._training
-        note = f"a unit's loss, at a {self._plan.cycle}'s end of all" if apart else "the global loss"
+        ends = f", at a {self._plan.cycle}'s end of all" * self._plan.joins_losses
+        note = f"a unit's loss{ends}" if apart else "the global loss"
         own = ", own=True" if info(self.program.loss).state is State.BATCH else ""
         return [(f"total = {comm}.sum_loss({loss}{own})", note)]
 

@@ -232,21 +232,21 @@ class Cluster:
         its own link; a shared link is divided among the groups.  Without `rings` every rank sends for itself.  Over
         several sites it is the link between them, likewise.
         """
-        if self.site_link is not None and (crossing := [group for group in groups if self.crosses_sites(group)]):
-            sites = [Counter(map(self.site_of, group)) for group in crossing]
-            users = sum((Counter(each.keys()) if rings else each for each in sites), Counter[int]())
-            link = self.site_link.divided(max(users.values())) if self.site_link.shared else self.site_link
+        if self.site_link is not None and (over := [group for group in groups if self.crosses_sites(group)]):
+            sites = [Counter(map(self.site_of, group)) for group in over]
+            most = max(sum((Counter(each.keys()) if rings else each for each in sites), Counter[int]()).values())
+            link = self.site_link.divided(most) if self.site_link.shared else self.site_link
             inside = [group for group in groups if not self.crosses_sites(group)]
             return _slowest_of([link, self.link_over(*inside, rings=rings)]) if inside else link
         if self.local_link is None:
             return self._slowest_link(rank for group in groups for rank in group)
         hosts = [self._by_host(group) for group in groups]
-        leaving = [found for found in hosts if len(found) > 1]
-        users = Counter[int]()
-        for found in leaving:
+        crossing = [found for found in hosts if len(found) > 1]
+        users: Counter[int] = Counter()
+        for found in crossing:
             users.update({host: 1 if rings else len(members) for host, members in found.items()})
-        ways = [self._way_out(found[host], users[host], rings) for found in leaving for host in found]
-        return _slowest_of([*ways, self.local_link] if len(leaving) < len(hosts) else ways)
+        ways = [self._way_out(found[host], users[host], rings) for found in crossing for host in found]
+        return _slowest_of([*ways, self.local_link] if len(crossing) < len(hosts) else ways)
 
     def link_across(self, here: Sequence[int], there: Sequence[int]) -> Link:
         """The link that concurrent messages between ranks of `here` and of `there` use, for the busiest rank.

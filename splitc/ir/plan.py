@@ -168,6 +168,11 @@ class Plan:
         return self.rounds is not None
 
     @property
+    def joins_losses(self) -> bool:
+        """Whether the loss at the end of a round is that of all units, within it that of one."""
+        return self.rounds is not None and self.rounds.patience is None
+
+    @property
     def cycle(self) -> str:
         """What is repeated, a step or a round."""
         return "round" if self.rounds else "step"
@@ -213,7 +218,7 @@ class Plan:
 
     def trains_copies(self, role: str) -> bool:
         """Whether several ranks that train together in a role hold the same parameters."""
-        return min(len(self.roles[role]), self.unit_size) > self.grouping(role).size
+        return len(self.together(role, self.roles[role][0])) > self.grouping(role).size
 
     @property
     def unit_size(self) -> int:
@@ -356,6 +361,8 @@ class Plan:
         decided = asdict(replace(self.decided, placements={}, prediction=Prediction()))
         decided["placements"] = {name: {**vars(place)} for name, place in self.decided.placements.items()}
         del decided["prediction"], decided["part_of"]
+        if self.rounds is not None and self.rounds.patience is None:
+            del decided["rounds"]["patience"]
         for place in decided["placements"].values():
             for part in ("state", "arrives"):
                 if place[part] is None:

@@ -113,6 +113,8 @@ def _wire(plan: Plan) -> Iterator[str]:
     for kind, name in asdict(plan.wire).items():
         if name not in (EXACT, *FORMATS):
             yield f"wire: {kind} is {name!r}; there are {EXACT}, {', '.join(FORMATS)}"
+    if plan.wire.averages != EXACT and plan.joins_losses and plan.rounds and plan.rounds.through == "server":
+        yield f"wire: averages are {plan.wire.averages!r}, but rounds: a server sums numbers as they are: take 'peers'"
     if plan.wire.gradients != EXACT and plan.all_reduce != "backend":
         yield (
             f"wire: gradients are {plan.wire.gradients!r}, but all_reduce {plan.all_reduce!r} would round in every "
@@ -165,7 +167,7 @@ _SECTIONS = {
     _groups: "roles groups",
     _microbatches: "roles examples groups synchronised microbatches schedule all_reduce",
     _accumulate: "groups accumulate",
-    _wire: "wire all_reduce",
+    _wire: "wire all_reduce rounds",
     _sum_shares: "sum_shares world all_reduce",
     _placements: "roles groups placements",
 }

@@ -56,7 +56,7 @@ def _placement(place: str | Placement, fields: Mapping[str, Any]) -> LayerPlacem
     role = place.role or (next(iter(roles)) if len(roles) == 1 else None)
     size = groups[role].size if role in groups else 1
     holding = place.holding or ("sharded" if place.split or place.group else "replicated")
-    together = min(len(roles.get(role, ())), unit)
+    together = sum(rank < unit for rank in roles.get(role, ()))
     alone = 1 if holding == "replicated" and place.state == "batch" else size
     sync = "all_reduce" if together > alone else otherwise
     group = size if holding == "sharded" and size > 1 else None

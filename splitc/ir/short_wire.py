@@ -19,6 +19,7 @@ KINDS = {
     **dict.fromkeys((What.CUT_GRADIENT, What.ENTRY_GRADIENT, What.NODE_GRADIENT), "errors"),
     **dict.fromkeys((What.BUCKET, What.TIED, What.PUSH), "gradients"),
     What.LATE: "factors",
+    What.AVERAGE: "averages",
 }
 """What travels -> its kind in a `Wire`; other payloads travel as they are."""
 

@@ -66,7 +66,7 @@ def _of_feature(program: LoweredProgram, rank: int, action: Action) -> Iterator[
 def _loss(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the all-reduce of the loss over all ranks, those without work too; within a round over those of a unit."""
     plan, collective, payload = program.plan, action.row.collective, Payload(What.LOSS)
-    last = 1 / (plan.period * plan.accumulate) if plan.trains_in_units else 1.0
+    last = 1 / (plan.period * plan.accumulate) if plan.joins_losses else float(not plan.trains_in_units)
     for ranks, times in ((plan.unit(rank), 1 - last), (tuple(range(plan.world)), last)):
         if times:
             yield WireOp("collective", payload, ranks, (), torch.float64, 0, None, collective, times).of_all()

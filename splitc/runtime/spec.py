@@ -102,6 +102,7 @@ class Rounds:
     fragments: parts of the parameters, which are averaged in turns.  delay: updates during which one travels.
     mixing: how much of its own parameters a rank keeps when a fragment arrives (streaming DiLoCo).
     through: "peers" sum by an all-reduce; a "server", the first unit, receives from all others and sends them the sum.
+    patience: seconds that units wait for each other before they go on without who is late; None: as long as it takes.
     """
 
     steps: int
@@ -113,6 +114,7 @@ class Rounds:
     delay: int = 0
     mixing: float = 0.0
     through: str = "peers"
+    patience: float | None = None
 
     @property
     def has_outer(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Annotated
 
 from splitc.errors import PlacementError
@@ -24,6 +25,7 @@ class InRounds(Strategy):
     fragments: parts of the model that are averaged in turns; delay: updates that one travels; mixing: how much of its
     own parameters a rank keeps when one arrives, a half unless given (streaming DiLoCo).
     through: "peers", or a "server", the ranks of the first unit (SplitBrain 4).
+    patience: seconds after which units go on without those that are late; None: they wait.
     """
 
     period: Count | None = None
@@ -34,6 +36,7 @@ class InRounds(Strategy):
     delay: Annotated[int, at_least(0)] | None = None
     mixing: float | None = None
     through: str | None = None
+    patience: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,20 +63,30 @@ class InRounds(Strategy):
         return replace(request, world=unit, global_batch=unit * largest(request.bounds(request.world)))
 
     def in_world(self, request: Request, plan: Plan, division: Division) -> Plan:
-        if self.period is None:
-            return plan
-        everyone, bounds = tuple(range(request.world)), request.bounds(request.world)
-        averaged = {name for name, role in zip(plan.roles, division.roles, strict=False) if len(role.groups) == 1}
+        return plan if self.period is None else self.repeated(request, plan, division.roles[-1].group)
+
+    def repeated(self, request: Request, plan: Plan, unit: int) -> Plan:
+        """The plan of all ranks, of one of the first `unit` of them: every unit does the same on its own examples."""
+        units, size = request.world // unit, plan.global_batch
+        starts = request.bounds(request.world)[::unit] if request.global_batch else range(0, size * units + 1, size)
         placements = {
-            layer: replace(place, sync="average" if request.gradient_of(layer) and request.world > 1 else "none")
-            if place.role in averaged
+            layer: replace(place, sync="average")
+            if place.sync == "none" and request.gradient_of(layer) and units > 1
             else place
             for layer, place in plan.placements.items()
         }
         return replace(
             plan,
-            roles=dict.fromkeys(plan.roles, everyone),
-            batch_offsets=dict.fromkeys(plan.batch_offsets, bounds),
+            strategy=self.name,
+            world=request.world,
+            roles={
+                role: tuple(rank + first for first in range(0, request.world, unit) for rank in ranks)
+                for role, ranks in plan.roles.items()
+            },
+            batch_offsets={
+                role: (0, *(a - (a - b) * end // size for a, b in pairwise(starts) for end in bounds[1:]))
+                for role, bounds in plan.batch_offsets.items()
+            },
             placements=placements,
-            rounds=self.rounds(division.roles[-1].group),
+            rounds=self.rounds(unit),
         )

@@ -36,7 +36,7 @@ def test_a_format_is_for_all_kinds_or_for_some_by_name() -> None:
     for given, expected in (
         (None, Wire()),
         ("exact", Wire()),
-        ("bf16", Wire("bf16", "bf16", "bf16")),
+        ("bf16", Wire("bf16", "bf16", "bf16", "bf16")),
         ({"errors": "fp8"}, Wire(errors="fp8")),
         (" activations=bf16, errors = fp16,gradients=int8 ", MIXED),
         (MIXED, MIXED),
@@ -53,8 +53,8 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(PlacementError) as caught:
         parse_wire("activation=bf16,errors=int4")
     assert str(caught.value) == (
-        "wire: there is no kind 'activation'; did you mean activations? there are activations, errors, gradients; "
-        "there is no format 'int4'; there are exact, bf16, fp16, int8, fp8"
+        "wire: there is no kind 'activation'; did you mean activations? there are activations, errors, gradients, "
+        "averages; there is no format 'int4'; there are exact, bf16, fp16, int8, fp8"
     )
 
 
@@ -62,7 +62,8 @@ def test_a_plan_keeps_it_is_approximate_and_has_another_hash() -> None:
     exact = planned(2, "data_parallel", global_batch=BATCH).plan
     plan = planned(2, "data_parallel", global_batch=BATCH, wire=MIXED).plan
     assert "wire" not in json.loads(exact.to_json())
-    assert json.loads(plan.to_json())["wire"] == {"activations": "bf16", "errors": "fp16", "gradients": "int8"}
+    kinds = {"activations": "bf16", "errors": "fp16", "gradients": "int8", "averages": "exact"}
+    assert json.loads(plan.to_json())["wire"] == kinds
     assert (exact.exact, plan.exact, replace(exact, wire=MIXED, exact=True).exact) == (True, False, False)
     assert plan.hash != exact.hash
     assert Plan.from_json(plan.to_json()) == plan

@@ -84,6 +84,7 @@ def _exchange(writer: Writer, action: Action, comm: str, waits: bool = True) -> 
     assert rounds is not None, action
     if action.verb == "keep":
         options = f"lr={rounds.outer_lr}, momentum={rounds.outer_momentum}, nesterov={rounds.nesterov}"
+        options += f", fragments={stage.fragments}" * (rounds.patience is not None)
         return [(f"{comm}.keep(stage, {name}, {options})", "SGD of the averaged change")]
     fragment = stage.fragments[bucket]
     first = stage.fragments.index(fragment)

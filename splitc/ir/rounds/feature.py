@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from splitc.ir.features import Feature
@@ -14,33 +14,48 @@ from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.regions import regions
 from splitc.ir.rounds.problems import problems_in
 from splitc.ir.schedule.actions import Action, RankProgram
+from splitc.ir.shares import share_out
+from splitc.ir.short_wire import carried
 from splitc.ir.transitions import Collective
 from splitc.ir.wire import numel_on
 from splitc.ir.wire_op import STATE_COPIES, Payload, What, WireOp
+from splitc.runtime.transport.formats import EXACT, FORMATS, format_of
 
 
 def average_ops(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
-    """Yield the all-reduce of a bucket of parameters over the units, or its sum by the first of them."""
+    """Yield the all-reduce of a rank's slice of a bucket over the units, or its sum by the first, then the gather.
+
+    Copies in a unit have slices of parameters; statistics are whole.
+    """
     plan, stage = program.plan, program.stage(action.role)
     names, ranks = stage.bucket(action), plan.averaged(action.role, rank)
     tensors = [program.tensors[name] for name in names]
-    numel = sum(numel_on(program, stage, name, rank) for name in names)
+    copies = plan.replicas(action.role, rank) if tensors[0].trainable else (rank,)
+    whole, index = sum(numel_on(program, stage, name, rank) for name in names), copies.index(rank)
+    is_change = tensors[0].trainable and not plan.deals
+    numel = share_out(whole, len(copies))[index + 1] - share_out(whole, len(copies))[index]
     if plan.deals:  # with the optimizer's state
         numel += STATE_COPIES * sum(tensor.numel for tensor in tensors if tensor.trainable)
     dtype, nbytes = tensors[0].dtype, numel * tensors[0].dtype.itemsize
-    assert plan.rounds is not None, action
-    if plan.rounds.through == "server":
-        algorithm, sent = "server", nbytes * (len(ranks) - 1.0 if rank == ranks[0] else 1.0)
-    else:
-        algorithm, sent = Collective.ALL_REDUCE, Collective.ALL_REDUCE.sent(nbytes, nbytes, len(ranks))
     payload = Payload(What.AVERAGE, role=action.role, bucket=action.bucket)
-    yield WireOp("collective", payload, ranks, (numel,), dtype, sent, None, algorithm)
+    assert plan.rounds is not None, action
+    algorithm, sent = Collective.ALL_REDUCE, Collective.ALL_REDUCE.sent(nbytes, nbytes, len(ranks))
+    op = WireOp("collective", payload, ranks, (numel,), dtype, sent, None, algorithm)
+    if plan.rounds.through == "server":
+        form = plan.wire.averages if is_change and format_of(plan.wire.averages, dtype, numel) else ""
+        op = replace(op, algorithm="server", form=form)
+        yield replace(op, sent=op.nbytes * (len(ranks) - 1.0 if rank == ranks[0] else 1.0))
+    else:
+        yield from carried(plan, op, ranks.index(rank)) if is_change else (op,)
+    gather = Collective.ALL_GATHER
+    sent = gather.sent(0, nbytes, len(copies))
+    yield WireOp("collective", payload, copies, (whole,), dtype, sent, None, gather)
 
 
 class InRounds(Feature):
     """Units of ranks that train by themselves between averages."""
 
-    reads = "world roles groups rounds synchronised servers microbatches placements"
+    reads = "world roles examples groups rounds synchronised servers microbatches placements"
     ops: ClassVar = {"average": average_ops}
 
     def concerns(self, plan: Plan) -> bool:
@@ -71,7 +86,9 @@ class InRounds(Feature):
             return
         for stage in program.stages_of(rank_program):
             role = stage.role
-            if stage.averaged and rounds.has_outer:
+            changes = rounds.has_outer or rounds.patience is not None
+            changes |= program.plan.wire.averages != EXACT and not program.plan.deals
+            if stage.averaged and changes:
                 yield Action("keep", role=role)
             for bucket, fragment in enumerate(stage.fragments):
                 yield Action("average", role=role, bucket=bucket, update=rounds.departure(fragment))
@@ -87,8 +104,11 @@ class InRounds(Feature):
             return 0.0
         held = (program.tensors[name] for name in layer.tensors)
         own = sum(tensor.nbytes for tensor in held if tensor.trainable) / place.num_shards
-        units = len(plan.averaged(place.role, plan.roles[place.role][0]))
-        return Collective.ALL_REDUCE.sent(own, own, units) / (plan.period * plan.accumulate)
+        units, copies = (len(f(place.role, plan.roles[place.role][0])) for f in (plan.averaged, plan.replicas))
+        part, form = own / copies, FORMATS.get(plan.wire.averages)
+        short = part if form is None else form.nbytes(round(part / 4))
+        sent = Collective.ALL_REDUCE.sent(short, short, units) + Collective.ALL_GATHER.sent(own, part, copies)
+        return sent / (plan.period * plan.accumulate)
 
     def text(self, plan: Plan) -> str:
         if plan.rounds is None:
@@ -100,6 +120,7 @@ class InRounds(Feature):
         if plan.rounds.in_turns:
             delay = f"{plan.rounds.delay} update{'s' * (plan.rounds.delay != 1)}"
             text += f", {plan.rounds.fragments} fragments in turns, each on its way for {delay}"
+        text += f", without who is {plan.rounds.patience:g} s late" if plan.rounds.patience is not None else ""
         return f"{text}, by an outer SGD of lr {plan.rounds.outer_lr:g}" if plan.rounds.has_outer else text
 
     def figures(self, plan: Plan) -> dict[str, Any]:

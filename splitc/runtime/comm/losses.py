@@ -57,10 +57,12 @@ class LossComm(Part):
     def sum_loss(self, contribution: Tensor, own: bool = False) -> Arriving:
         """Start to sum the loss over all ranks; that of a group, which all its ranks have, counts once.
 
-        Within a round over those that train together, at its end the mean of theirs, weighted by examples.
+        Within a round over those that train together, at its end the mean of theirs, weighted by examples; where units
+        may be late that of a unit.
         """
-        role = self.role
+        role, rounds = self.role, self.role.rank.rounds
         counted = contribution if role.group.index == 0 or own else torch.zeros_like(contribution)
-        if role.spec.unit and role.context.training and not role.context.ends_round:
+        joined = role.context.ends_round and rounds is not None and rounds.patience is None
+        if role.spec.unit and role.context.training and not joined:
             return start_sum(role.transport, counted, role.spec.unit)
         return start_sum(role.transport, counted * (role.unit_examples / role.context.offsets[-1]))

@@ -107,7 +107,8 @@ class Role:
         """Examples of a step that the ranks which train together have."""
         if not self.spec.unit:
             return self.context.offsets[-1]
-        intervals = (self.context.interval(self.examples_of[rank]) for rank in self.spec.unit)
+        own = (self.examples_of[rank] for rank in self.spec.unit if rank in self.examples_of)
+        intervals = (self.context.interval(examples) for examples in own)
         return sum(last - first for first, last in intervals)
 
     def carrying(self, kind: str) -> Transport:

@@ -1,4 +1,4 @@
-"""The residuals of a rank's sums of gradients, which a checkpoint keeps.
+"""The residuals of a rank's sums of gradients, and of what it changed in rounds, which a checkpoint keeps.
 
 Under another plan they begin at zero again: what a rank had not yet sent of a single step is lost once.
 """
@@ -16,17 +16,18 @@ from ..transport.short import Short
 
 
 class ErrorFeedback(Feature):
-    """What the transports of gradients of a rank's roles keep from step to step."""
+    """What the transports of these sums of a rank's roles keep from one to the next."""
 
     item = "residuals"
 
     @staticmethod
     def concerns(spec: RankSpec) -> bool:
-        return spec.wire.gradients in FORMATS and FORMATS[spec.wire.gradients].feeds_back
+        return bool(_kinds(spec))
 
     @property
     def _carrying(self) -> list[Short]:
-        return [part.role.short["gradients"] for part in self.training.parts(GradientComm)]
+        parts, kinds = self.training.parts(GradientComm), _kinds(self.training.spec)
+        return [part.role.short[kind] for part in parts for kind in kinds]
 
     def forget(self) -> None:
         for each in self._carrying:
@@ -38,3 +39,9 @@ class ErrorFeedback(Feature):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for each, saved in zip(self._carrying, state["roles"], strict=True):
             each.residuals = {name: residual.to(each.device) for name, residual in saved.items()}
+
+
+def _kinds(spec: RankSpec) -> list[str]:
+    """The kinds of payloads whose format feeds back, of those that are summed."""
+    kinds = ("gradients", *("averages",) * (spec.rounds is not None))
+    return [kind for kind in kinds if (form := FORMATS.get(getattr(spec.wire, kind))) and form.feeds_back]

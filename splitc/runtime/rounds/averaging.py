@@ -1,10 +1,13 @@
 """Average the parameters that units of ranks have trained by themselves (local SGD; SplitBrain 4; DiLoCo).
 
-theta: a unit's parameters.  kept: as all units had them after the last average, where there is an outer optimizer.
+theta: a unit's parameters.  kept: as all units had them after the last average, where there is an outer optimizer or
+what travels is rounded.
 
     mean    = sum over units  share theta                                                local SGD
-    kept    = SGD(kept, gradient = kept - mean),  mean = kept                            DiLoCo, algorithm 1
+    kept    = SGD(kept, gradient = sum over units  share (kept - theta)),  mean = kept   DiLoCo, algorithm 1
     theta   = mixing theta + (1 - mixing) mean                                           streaming DiLoCo
+
+Of parameters, which the copies of a unit have alike, each copy averages a slice, and they gather the means.
 """
 
 from __future__ import annotations
@@ -16,22 +19,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm.role import Role
 from ..transport import doubling
 from ..transport.base import Transport, Work
+
+Bucket = Sequence[Tensor]
+"""What travels together, of one dtype: parameters, or what copies may have unlike."""
 
 
 class Averages:
     """What a rank averages in one role with other units, in fragments, each by itself.
 
-    ranks: of all units, those that hold the same part of the model.  through_server: the first of them sums.
-    outer: the optimizer to which the averaged change is a gradient.  kept: parameter -> its parameter.
+    outer: the optimizer to which the averaged change is a gradient.  kept: first parameter of a bucket -> this rank's
+    slice of it.
     """
 
-    def __init__(self, transport: Transport, ranks: tuple[int, ...], through_server: bool) -> None:
-        self._transport, self._ranks = transport, ranks
+    def __init__(self, role: Role) -> None:
+        spec = role.spec
+        self._transport, self._ranks, self._copies = role.transport, spec.averaged, spec.replicas
+        self._short = role.short.get("averages")
         by_server = partial(doubling.all_reduce, rounds=_through_server)
-        self._all_reduce = by_server if through_server else Transport.all_reduce
-        self._travelling: dict[int, tuple[float, list[tuple[Sequence[Tensor], Tensor, Work]]]] = {}
+        self._all_reduce = by_server if spec.through_server else Transport.all_reduce
+        self._travelling: dict[int, tuple[float, list[tuple[Bucket, Tensor, Work]]]] = {}
         self.kept: dict[Tensor, nn.Parameter] = {}
         self.outer: torch.optim.SGD | None = None
         self._restored: dict[str, Any] | None = None
@@ -44,44 +53,84 @@ class Averages:
         """Let the outer optimizer have this state from the next round on."""
         self.outer, self._restored = None, outer
 
-    def keep(self, tensors: Sequence[Tensor], lr: float, momentum: float, nesterov: bool) -> None:
-        """Keep the parameters, which all units have alike now."""
+    def keep(self, buckets: Sequence[Bucket], lr: float, momentum: float, nesterov: bool) -> None:
+        """Keep what all units have alike now.  The rates are of parameters; statistics take their mean."""
         if self.outer is None:
-            self.kept = {p: nn.Parameter(p.detach().clone()) for p in tensors if isinstance(p, nn.Parameter)}
-            self.outer = torch.optim.SGD(self.kept.values() or [{"params": []}], lr, momentum, nesterov=nesterov)
+            self.kept = {bucket[0]: nn.Parameter(self._own(bucket)) for bucket in buckets}
+            groups: list[dict[str, Any]] = [
+                {"params": []},
+                {"params": [], "lr": 1.0, "momentum": 0.0, "nesterov": False},
+            ]
+            for first, kept in self.kept.items():
+                groups[not isinstance(first, nn.Parameter)]["params"].append(kept)
+            self.outer = torch.optim.SGD(groups, lr, momentum, nesterov=nesterov)
             if self._restored:
                 self.outer.load_state_dict(self._restored)
-        for parameter, kept in self.kept.items():
-            kept.data.copy_(parameter.data)
-
-    def start(self, buckets: Sequence[Sequence[Tensor]], fragment: int, share: float, mixing: float = 0.0) -> None:
-        """Start to average a fragment, of which this rank has the weight `share`; those of all units sum to 1.
-
-        buckets: what travels together, of one dtype.
-        """
-        under_way = []
         for bucket in buckets:
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).mul_(share)
-            under_way.append((bucket, flat, self._all_reduce(self._transport, flat, self._ranks)))
+            self.kept[bucket[0]].data.copy_(self._own(bucket))
+
+    @torch.no_grad()
+    def start(self, buckets: Sequence[Bucket], fragment: int, share: float, mixing: float = 0.0) -> None:
+        """Start to average a fragment, of which this rank has the weight `share`; those of all units sum to 1."""
+        under_way = []
+        for k, bucket in enumerate(buckets):
+            own = self._change(bucket).mul_(share)
+            if self._short is not None and bucket[0] in self.kept and isinstance(bucket[0], nn.Parameter):
+                work = self._short.summed(own, self._ranks, f"{fragment}.{k}")
+            else:
+                work = self._all_reduce(self._transport, own, self._ranks)
+            under_way.append((bucket, own, work))
         self._travelling[fragment] = mixing, under_way
 
     @torch.no_grad()
     def arrive(self, fragment: int, whole: bool = False) -> None:
         """Wait for a fragment, if it travels, and mix it with what was trained meanwhile; `whole`: take it as it is."""
         mixing, under_way = self._travelling.pop(fragment, (0.0, []))
-        found: dict[Tensor, Tensor] = {}
-        for bucket, flat, work in under_way:
+        for bucket, own, work in under_way:
             work.wait()
-            parts = flat.split([tensor.numel() for tensor in bucket])
-            found.update((tensor, part.view_as(tensor)) for tensor, part in zip(bucket, parts, strict=True))
-        for parameter in self.kept.keys() & found.keys():
-            self.kept[parameter].grad = self.kept[parameter] - found[parameter]
-            found[parameter] = self.kept[parameter]
+            if bucket[0] in self.kept:
+                self.kept[bucket[0]].grad = own.neg_()
+        self._step()
+        for bucket, own, _ in under_way:
+            self._put(bucket, self.kept.get(bucket[0], own).detach(), 0.0 if whole else mixing)
+
+    def join(self, buckets: Sequence[Bucket], fragment: int, share: float) -> None:
+        """Average a fragment now, after one that travels has arrived; what was not trained since is not averaged."""
+        self.arrive(fragment, whole=not share)
+        if share:
+            self.start(buckets, fragment, share)
+            self.arrive(fragment)
+
+    def _step(self) -> None:
         if self.outer is not None:
             self.outer.step()
             self.outer.zero_grad()
-        for tensor, mean in found.items():
-            tensor.copy_(mean if whole or not mixing else torch.lerp(mean, tensor, mixing))
+
+    def _own(self, bucket: Bucket) -> Tensor:
+        """A copy of this rank's slice of a bucket."""
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        if (number := self._slices(bucket)) == 1:
+            return flat
+        return flat.tensor_split(number)[self._copies.index(self._transport.rank)].clone()
+
+    def _change(self, bucket: Bucket) -> Tensor:
+        """What its slice is more than what was kept of it, if that was kept."""
+        own = self._own(bucket)
+        return own.sub_(self.kept[bucket[0]].detach()) if bucket[0] in self.kept else own
+
+    def _put(self, bucket: Bucket, own: Tensor, mixing: float) -> None:
+        """Give a bucket the means of all slices, of which this rank has its own, and `mixing` of what it had."""
+        if (number := self._slices(bucket)) > 1:
+            whole = own.new_empty(sum(tensor.numel() for tensor in bucket))
+            self._transport.all_gather([*whole.tensor_split(number)], own, self._copies).wait()
+            own = whole
+        for tensor, part in zip(bucket, own.split([tensor.numel() for tensor in bucket]), strict=True):
+            mean = part.view_as(tensor)
+            tensor.copy_(torch.lerp(mean, tensor, mixing) if mixing else mean)
+
+    def _slices(self, bucket: Bucket) -> int:
+        """How many slices a bucket has: one for each copy, of parameters."""
+        return len(self._copies) if isinstance(bucket[0], nn.Parameter) else 1
 
 
 def _through_server(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Iterator[Work]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..comm.role import Part
 from .averaging import Averages
+from .late import LateAverages
 
 Buckets = Sequence[Sequence[str]]
 
@@ -17,11 +19,16 @@ class RoundComm(Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.averages = Averages(self.role.transport, self.role.spec.averaged, self.role.spec.through_server)
+        self.averages = Averages(self.role)
 
-    def keep(self, stage: nn.Module, buckets: Buckets, lr: float, momentum: float, nesterov: bool) -> None:
-        """Keep the parameters that the outer optimizer is to update by the averaged change of the round."""
-        self.averages.keep([tensor for bucket in _tensors(stage, buckets) for tensor in bucket], lr, momentum, nesterov)
+    def keep(self, stage: nn.Module, buckets: Buckets, fragments: Sequence[int] = (), **rule: Any) -> None:
+        """Keep the parameters that the outer optimizer is to update by the averaged change of the round.
+
+        fragments: of the buckets, where units may be late.  rule: lr, momentum and nesterov.
+        """
+        self.averages.keep(tensors := _tensors(stage, buckets), **rule)
+        if isinstance(self.averages, LateAverages):
+            self.averages.open(tensors, fragments)
 
     def average(self, stage: nn.Module, buckets: Buckets, fragment: int = 0, optimizer: bool = False) -> None:
         """Average parameters, and statistics of normalisations, over all units, weighted by their examples.
@@ -33,10 +40,7 @@ class RoundComm(Part):
         if optimizer:
             states = ([self._floating_state(tensor) for tensor in bucket] for bucket in values)
             values += [[value for found in bucket for value in found] for bucket in states]
-        self.averages.arrive(fragment, whole=not share)
-        if share:
-            self.averages.start([each for each in values if each], fragment, share)
-            self.averages.arrive(fragment)
+        self.averages.join([each for each in values if each], fragment, share)
 
     def start_average(self, stage: nn.Module, buckets: Buckets, fragment: int = 0, mixing: float = 0.0) -> None:
         """Start to average a fragment, which `arrive` waits for some updates later."""

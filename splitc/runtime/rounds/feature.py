@@ -9,6 +9,7 @@ from typing import Any
 from ..moments import Batch, Feature
 from ..spec import RankSpec, StepContext
 from .comm import RoundComm
+from .late import late_averages
 
 
 @dataclass
@@ -32,6 +33,10 @@ class InRounds(Feature):
         self._plan, unit, self._updates = spec.rounds, spec.roles[0].unit, 0
         self._readers = [k for k, reader in enumerate(spec.readers) if reader in unit]
         self._examples = [(0, 0)] * self._plan.fragments
+        patience, parts = self._plan.patience, self.training.parts(RoundComm)
+        self._late = [] if patience is None else late_averages([part.role for part in parts], patience)
+        for part, each in zip(parts, self._late, strict=False):
+            part.averages = each
 
     @staticmethod
     def concerns(spec: RankSpec) -> bool:
@@ -53,6 +58,8 @@ class InRounds(Feature):
     def after_update(self, batch: Batch) -> None:
         """Count a step, and exchange what is due after it."""
         _, context = batch
+        for each in self._late:
+            each.poll()
         own = sum(context.offsets[k + 1] - context.offsets[k] for k in self._readers)
         self._examples = [(mine + own, every + context.offsets[-1]) for mine, every in self._examples]
         self._updates += context.is_last
@@ -65,6 +72,8 @@ class InRounds(Feature):
         """End the running round, if there is one, though it may be short of updates."""
         if not self.running:
             return
+        for each in self._late:
+            each.hang_up()
         with self.training.step(replace(context, shares=self._shares())) as comms:
             self.training.program.end_round(*comms, self.training.stage)
         self.number, self._updates, self.running = self.number + 1, 0, False

@@ -233,10 +233,10 @@ class Transport(ABC):
         """
         return None
 
-    def apart(self) -> Transport | None:
+    def apart(self, timeout: float | None = None) -> Transport | None:
         """A transport like this one on connections of its own, which ranks may `abandon`; None: there can be none.
 
-        Collective.
+        timeout: seconds that a rank waits on it for another one; None: as on this one.  Collective.
         """
         return None
 

@@ -25,11 +25,13 @@ class Wire:
     """The format of each kind of payload: the name of one in `FORMATS`, or "exact", as computed.
 
     activations: values on their way forward.  errors: their gradients on the way back.  gradients: of weights, summed.
+    averages: what units changed in a round.
     """
 
     activations: str = EXACT
     errors: str = EXACT
     gradients: str = EXACT
+    averages: str = EXACT
 
     @property
     def is_exact(self) -> bool:
@@ -52,7 +54,7 @@ class Format:
     size: bytes of a number.  scale: bytes of a block's scale.  encode: flat numbers, at least in float32, to bytes.
     decode: so many of them back, in float32.  traffic: bytes of memory that a number costs to encode, or to decode.
     rounding: relative error (L2) of a message of normal numbers.
-    feeds_back: the sender adds what a sum of gradients lost of its own to the next one.
+    feeds_back: the sender adds what a sum of gradients, or of changes, lost of its own to the next one.
     """
 
     size: int

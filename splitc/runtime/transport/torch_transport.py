@@ -104,11 +104,12 @@ class TorchTransport(Transport):
         self._side_groups.append(TorchTransport(torch.device("cpu"), self._timeout, False, everyone=group))
         return self._side_groups[-1]
 
-    def apart(self) -> Transport | None:
+    def apart(self, timeout: float | None = None) -> Transport | None:
         if self.waits_hold_the_stream or self.world == 1:
             return None  # NCCL's waits cannot be given up
-        group = self._new_group(tuple(range(self.world)), backend="gloo")
-        return TorchTransport(self.device, self._timeout, False, everyone=group, staged=self.staged)
+        within = timeout or self._timeout
+        group = self._new_group(tuple(range(self.world)), within, backend="gloo")
+        return TorchTransport(self.device, within, False, everyone=group, staged=self.staged)
 
     def abandon(self) -> None:
         atexit.unregister(self._close_at_exit)
@@ -215,10 +216,10 @@ class TorchTransport(Transport):
         """That of the process group, for what ranks post and nobody waits for."""
         return dist.distributed_c10d._get_default_store()
 
-    def _new_group(self, ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
+    def _new_group(self, ranks: tuple[int, ...], timeout: float | None = None, **options: Any) -> dist.ProcessGroup:
         """A group that every rank creates now, in one order; with `device_id` NCCL's communicator is there at once."""
         with self._losing_peers(f"connect ranks {ranks}"):
-            group: dist.ProcessGroup = dist.new_group([*ranks], timedelta(seconds=self._timeout), **options)
+            group: dist.ProcessGroup = dist.new_group([*ranks], timedelta(seconds=timeout or self._timeout), **options)
         return group
 
     def _capped(self) -> Any:
