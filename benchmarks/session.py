@@ -85,18 +85,19 @@ class Session:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lockstep = Lockstep([], [])
         self._over = False
+        self.logs: list[Path] = []  # what the ranks print
 
     def __enter__(self) -> Self:
         folder = Path(self._files.enter_context(tempfile.TemporaryDirectory(prefix="session-")))
-        logs = [folder / f"rank{rank}.log" for rank in range(self.testbed.world)]
+        self.logs = [folder / f"rank{rank}.log" for rank in range(self.testbed.world)]
         try:
-            for rank, log in enumerate(logs):
+            for rank, log in enumerate(self.logs):
                 with log.open("wb") as errors:
                     command = [sys.executable, "-m", self._module]
                     pipe = subprocess.PIPE
                     process = self.testbed.start(rank, command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=errors)
                 self._processes.append(process)
-            self._lockstep = Lockstep(self._processes, logs)
+            self._lockstep = Lockstep(self._processes, self.logs)
             self._lockstep.hear("ready")
         except BaseException:
             self._files.close()
@@ -123,12 +124,12 @@ class Session:
         """Forget the workers of a build."""
         self.do("unload", name=name)
 
-    def run(self, name: str, steps: int, warm_up: int = WARM_UP, apart: bool = False) -> Run:
+    def run(self, name: str, steps: int, warm_up: int = WARM_UP, apart: bool = False, timeout: float = TIMEOUT) -> Run:
         """Train a build on one batch, again and again.  apart: with a barrier before each step that counts."""
         ranks = range(self.testbed.world)
         self.testbed.watch_load()
         before = [(self.testbed.bytes_sent(rank), self.testbed.bytes_received(rank)) for rank in ranks]
-        said = self.do("run", name=name, steps=steps, warm_up=warm_up, apart=apart)
+        said = self.do("run", timeout=timeout, name=name, steps=steps, warm_up=warm_up, apart=apart)
         foreign = max(self.testbed.foreign_load(), self._lost([each["pace"] for each in said]))
         after = [(self.testbed.bytes_sent(rank), self.testbed.bytes_received(rank)) for rank in ranks]
         carried, arrived = (
