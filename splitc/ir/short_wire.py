@@ -50,7 +50,8 @@ def free_kinds(error: float | None, given: Given) -> tuple[str, ...]:
         return ()
     if not isinstance(error, int | float) or not 0 < error < 1:
         raise PlacementError(f"wire_error is {error!r}; give the largest relative error of a gradient, such as 1e-2")
-    if not (kinds := tuple(kind for kind in _NAMES if kind not in _by_kind(given))):
+    kinds = tuple(kind for kind in _NAMES if kind not in ("averages", *_by_kind(given)))  # exact plans average nothing
+    if not kinds:
         raise PlacementError("wire_error: wire gives every kind a format; leave out one of the two, or name kinds")
     return kinds
 
@@ -93,17 +94,17 @@ def carried(plan: Plan, op: WireOp, index: int, sends: Sequence[int] = ()) -> It
     """
     numel, is_sum = math.prod(op.shape), op.algorithm == Collective.ALL_REDUCE
     name = EXACT if plan.wire.is_exact else getattr(plan.wire, KINDS[op.payload.what])
-    of_gradients = is_sum and KINDS.get(op.payload.what) == "gradients"
-    unequal = of_gradients and are_unequal(op.ranks, plan.sum_shares)
+    shares = plan.sum_shares if KINDS.get(op.payload.what) == "gradients" else ()
+    unequal = is_sum and are_unequal(op.ranks, shares)
     if (form := sum_format(name, op.dtype, numel, unequal)) is None:
         yield op
         return
     if is_sum:
-        pieces = sum_parts(numel, op.ranks, plan.sum_shares)
+        pieces = sum_parts(numel, op.ranks, shares)
         parts = [sum(map(form.nbytes, part)) for part in zip(*pieces, strict=True)]
         halves = sum(parts) - parts[index], (len(parts) - 1) * parts[index]
         if unequal:
-            yield replace(op, form=name.replace(EXACT, ""), sent=sum(halves), shares=plan.sum_shares)
+            yield replace(op, form=name.replace(EXACT, ""), sent=sum(halves), shares=shares)
             return
         yield replace(op, algorithm=Collective.REDUCE_SCATTER, form=name, sent=halves[0])
         yield replace(op, algorithm=Collective.ALL_GATHER, form=name, sent=halves[1])
