@@ -119,8 +119,10 @@ class Prediction:
     def to_dict(self) -> dict[str, Any]:
         """The fields under their names in plan.json."""
         left_out = {"all", *(name for name in _WHERE_KNOWN if not getattr(self, name))}
-        found = asdict(replace(self, all=None, weights={**self.weights})).items()
-        return {KEYS.get(name, name): value for name, value in found if name not in left_out}
+        found = asdict(replace(self, all=None, weights={**self.weights}))
+        for candidate in found["priced"]:
+            del candidate["error"]  # which is of those `on_wire`
+        return {KEYS.get(name, name): value for name, value in found.items() if name not in left_out}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> tuple[Prediction, list[Problem]]:
