@@ -78,7 +78,7 @@ class Transitions:
     def finish(self) -> None:
         """Sum the gradients of what is divided, and make entries."""
         for value, readers in self._dividing.items():
-            self._sum_gradients(value, readers)
+            self._sum_gradients(value, [reader for reader in readers if reader in value.users])
         self._hoist_entries()
 
     def _sum_gradients(self, value: fx.Node, readers: list[fx.Node]) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import fx
 
-from splitc.ir.elementwise import is_elementwise, leaves_last_dim
+from splitc.ir.elementwise import column_of, leaves_last_dim, maps_each, reduction_of
 from splitc.ir.graph import info, tensor_spec
-from splitc.ir.linears import as_linear, embedding_weight, is_batch_norm
+from splitc.ir.linears import as_columns, as_linear, embedding_weight, is_batch_norm
 from splitc.ir.program import Program, TensorSpec
 
 
@@ -21,14 +21,15 @@ class Divisible:
 
     mains: the names of the values that its parameters are applied to.  outputs: its results, of those.
     splits: split -> (dimension of the weight that is divided, the state that it reads).
-    features: its result can stay divided by features to the layer's end.  classes: it ends in a cross entropy.
+    features: its result can stay divided by features to the layer's end.  sums: numbers of each row that are summed
+    over the ranks then.
     """
 
     mains: frozenset[str]
     outputs: tuple[TensorSpec, ...]
     splits: Mapping[str, tuple[int, str]]
     features: bool
-    classes: bool
+    sums: int
 
 
 def rows_of(spec: TensorSpec) -> int:
@@ -47,13 +48,13 @@ def divisible_kinds(program: Program, divisible: frozenset[str]) -> dict[str, Di
         main = [node for node in own if _splits(program, node)]
         if not main or any(_splits(program, node) != _splits(program, main[0]) for node in main):
             continue
-        tail = [node for node in own if node not in main and not info(node).copied_to_each_stage]
+        sums = _sums(main[0], own) if len(main) == 1 and tensor_spec(main[0]).batch_dim is not None else None
         found[layer.name] = Divisible(
             frozenset(_read(program, node).name for node in main),
             tuple(tensor_spec(node) for node in main),
             _splits(program, main[0]),
-            len(main) == 1 and tensor_spec(main[0]).batch_dim is not None and all(map(_keeps_features, tail)),
-            any(node.target is F.cross_entropy for node in tail),
+            sums is not None,
+            sums or 0,
         )
     return found
 
@@ -64,6 +65,8 @@ def _splits(program: Program, node: fx.Node) -> dict[str, tuple[int, str]]:
         return {"columns": (0, "divided"), "rows": (1, "features")}
     if embedding_weight(program, node) is not None:
         return {"columns": (1, "replicate"), "rows": (0, "replicate")}
+    if (product := as_columns(program, node)) is not None:
+        return {"columns": (product.dim, "divided")}
     if is_batch_norm(program, node) and len(tensor_spec(node).shape) == 2:
         return {"columns": (0, "features")}
     return {}
@@ -71,16 +74,28 @@ def _splits(program: Program, node: fx.Node) -> dict[str, tuple[int, str]]:
 
 def _read(program: Program, node: fx.Node) -> fx.Node:
     """The value that a node applies its parameters to."""
-    linear = as_linear(program, node)
+    linear = as_columns(program, node)
     value = linear.value if linear is not None else node.args[0] if node.args else next(iter(node.kwargs.values()))
     assert isinstance(value, fx.Node)
     return value
 
 
-def _keeps_features(node: fx.Node) -> bool:
-    """Whether a node can run on slices of features."""
-    if node.target is F.cross_entropy:
-        logits, target = (tensor_spec(each) for each in node.args[:2])
-        of_rows = len(logits.shape) == 2 and not target.dtype.is_floating_point
-        return of_rows and node.kwargs.get("reduction") in ("mean", "sum", "none")
-    return is_elementwise(node) or leaves_last_dim(node)
+def _sums(main: fx.Node, nodes: list[fx.Node]) -> int | None:
+    """How many numbers of each row are summed over ranks that have parts of a result; None if some node needs all."""
+    parts, total = {main}, 0
+    for node in nodes:
+        if parts.isdisjoint(node.all_input_nodes) or info(node).copied_to_each_stage:
+            continue
+        if node.target is F.cross_entropy:
+            logits, target = (tensor_spec(each) for each in node.args[:2])
+            of_rows = len(logits.shape) == 2 and not target.dtype.is_floating_point
+            if not (of_rows and node.kwargs.get("reduction") in ("mean", "sum", "none")):
+                return None
+            total += 3
+        elif maps_each(node) or leaves_last_dim(node) or ((column := column_of(node)) and column.source is not None):
+            parts.add(node)
+        elif column or reduction_of(node):
+            total += 1
+        else:
+            return None
+    return total

@@ -167,8 +167,8 @@ def _results(
     """Yield (state of the placement, of what joins, that it makes, seconds there, and back) of a divided layer."""
     moves, reads = Moves(request, division, role, kind.outputs[0].dtype), next(iter(kind.splits.values()))[1]
     nbytes = sum(spec.nbytes(division.roles[role].group * division.roles[role].batch) for spec in kind.outputs)
-    sums = (moves.price(Collective.ALL_REDUCE, 3 * 4 * rows_of(spec) * moves.examples) for spec in kind.outputs)
-    summing = sum(sums) if kind.classes else 0.0
+    numbers = (4 * kind.sums * rows_of(spec) * moves.examples for spec in kind.outputs)
+    summing = sum(moves.price(Collective.ALL_REDUCE, each) for each in numbers) if kind.sums else 0.0
     by_features = split == "columns" or reads == "features"
 
     def kept(state: str | None, makes: str, more: float = 0.0) -> tuple[str | None, str, str, float, float]:

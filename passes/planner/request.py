@@ -23,7 +23,7 @@ from splitc.cost_models.network.sum_shares import shared_sum, sum_shares
 from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.graph import tensor_spec
 from splitc.ir.layers import StateTensor
-from splitc.ir.linears import Linear, Table, divisible_layers, late_layers, linear_layers, sparse_tables
+from splitc.ir.linears import Linear, Table, column_layers, divisible_layers, late_layers, linear_layers, sparse_tables
 from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
 from splitc.ir.shares import share_out
@@ -219,8 +219,8 @@ class Request:
 
     @cached_property
     def linears(self) -> dict[str, tuple[Linear, ...]]:
-        """The linear layers that own their weights -> their uses."""
-        return linear_layers(self.program)
+        """The linear layers that own their weights, and those that multiply by what is computed of it -> their uses."""
+        return linear_layers(self.program) | column_layers(self.program)
 
     @cached_property
     def late(self) -> dict[str, tuple[Linear | Table, ...]]:
@@ -248,7 +248,7 @@ class Request:
         held = tuple(replace(tensor, name="", names=()) for tensor in self.held[layer])
         used = tuple(tuple(map(tensor_spec, (*u.values, u.node))) for u in self.late.get(layer, ()))
         kind = self.dividing.get(layer)
-        divided = kind and (kind.outputs, tuple(kind.splits.items()), kind.features, kind.classes)
+        divided = kind and (kind.outputs, tuple(kind.splits.items()), kind.features, kind.sums)
         of_batch = layer == self.program.in_batch
         of_others = self.gradient_of(layer), self.shares(layer), layer in self.sparse
         return self.program.costs[layer], self.dtypes[layer], held, of_others, used, divided, of_batch

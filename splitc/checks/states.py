@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from torch import fx
 
 from splitc.ir import comm_ops
-from splitc.ir.elementwise import is_elementwise, leaves_last_dim, reads_no_numbers
-from splitc.ir.graph import info
-from splitc.ir.linears import as_linear, embedding_weight, is_batch_norm
+from splitc.ir.elementwise import leaves_last_dim, maps_each, reads_no_numbers, reduction_of
+from splitc.ir.graph import info, shape_of
+from splitc.ir.linears import as_columns, embedding_weight, is_batch_norm
 from splitc.ir.program import PlacedProgram, SizeSpec, TensorSpec
 from splitc.ir.transitions import transition_of
 from splitc.runtime.collectives.layouts import State
@@ -42,10 +42,15 @@ def states_of(program: PlacedProgram, role: str) -> dict[fx.Node, State]:
                 cut = info(node).cut
                 found[node] = State.BATCH if cut is None or cut.entry is not None else cut.arrives
         elif transition is not None:
-            found |= {node: transition.target} if reads else {}  # else of a parameter
-        elif _divides(program, node) == "columns" or (_is_by_features(program, node)):
+            found |= {node: transition.target} if reads or transition.target is State.FEATURES else {}  # of a parameter
+        elif _divides(program, node) == "columns" or _is_by_features(program, node) or node.target is comm_ops.put:
             found[node] = State.FEATURES
-        elif _divides(program, node) == "rows" or node.target is comm_ops.embedding:
+        elif (
+            _divides(program, node) == "rows"
+            or node.target in (comm_ops.embedding, comm_ops.pick)
+            or (State.FEATURES in reads and reduction_of(node) in ("sum", "mean"))
+            or (State.PARTIAL in reads and node.target is comm_ops.scale_by_part)
+        ):
             found[node] = State.PARTIAL
         elif State.FEATURES in reads and _runs_on_features(node):
             found[node] = State.FEATURES
@@ -86,9 +91,13 @@ def _needed(program: PlacedProgram, node: fx.Node, value: fx.Node, reads: set[St
         return _WHOLE if divides == "columns" else (State.FEATURES,)
     if _is_by_features(program, node):
         return _WHOLE if embedding_weight(program, node) is not None else (State.FEATURES,)
-    if node.target is comm_ops.cross_entropy and value is node.args[0]:
-        return (State.FEATURES,)
-    if State.FEATURES in reads and _runs_on_features(node):
+    if node.target in (comm_ops.cross_entropy, comm_ops.pick, comm_ops.put):
+        return (State.FEATURES,) if value is node.args[0] else _WHOLE
+    if node.target is comm_ops.scale_by_part:
+        return (State.PARTIAL,)
+    if State.FEATURES in reads and maps_each(node) and shape_of(value)[-1:] == (1,) != shape_of(node)[-1:]:
+        return _WHOLE  # a number for all features of a row
+    if State.FEATURES in reads and (_runs_on_features(node) or reduction_of(node)):
         return (State.FEATURES, *_WHOLE) if isinstance(spec, SizeSpec) else (State.FEATURES,)
     return (State.BATCH,) if reads == {State.BATCH} else _WHOLE
 
@@ -126,7 +135,7 @@ def _computes_a_part(states: Mapping[fx.Node, State], node: fx.Node) -> bool:
 
 
 def _runs_on_features(node: fx.Node) -> bool:
-    return is_elementwise(node) or leaves_last_dim(node)
+    return maps_each(node) or leaves_last_dim(node)
 
 
 def _is_view_of_rows(node: fx.Node) -> bool:
@@ -143,9 +152,11 @@ def _nodes(program: PlacedProgram, role: str) -> Iterator[fx.Node]:
 
 def _divides(program: PlacedProgram, node: fx.Node) -> str:
     """Return along what a linear layer's weight is divided, "columns" or "rows"; "" for any other node."""
-    linear = as_linear(program, node)
-    dim = None if linear is None else info(node).shards.get(program.first_names[linear.weight])
-    return "" if dim is None else ("columns", "rows")[dim]
+    if (linear := as_columns(program, node)) is None:
+        return ""
+    reader = linear.computed[0] if linear.computed else node
+    dim = info(reader).shards.get(program.first_names[linear.weight])
+    return "" if dim is None else "columns" if dim == linear.dim else "rows"
 
 
 def _is_by_features(program: PlacedProgram, node: fx.Node) -> bool:

@@ -115,6 +115,23 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, *, features: int, 
     return F.cross_entropy(logits, target, **options)
 
 
+def pick(value: torch.Tensor, index: torch.Tensor, *, features: int) -> torch.Tensor:
+    """Take one of `features` columns of each row, zero where this rank has another part.  index: (...,) or (..., 1)."""
+    index, shape = index if index.dim() == value.dim() else index.unsqueeze(-1), index.shape
+    return value.gather(-1, index).view(shape)
+
+
+def put(value: torch.Tensor, index: torch.Tensor, source: Any, *, features: int) -> torch.Tensor:
+    """Give one of `features` columns of each row another number, on the rank that has it.  index: as of `pick`."""
+    index = index if index.dim() == value.dim() else index.unsqueeze(-1)
+    return value.scatter(-1, index, source.view_as(index) if isinstance(source, torch.Tensor) else source)
+
+
+def scale_by_part(value: torch.Tensor, *, features: int) -> torch.Tensor:
+    """Multiply a mean over this rank's part of `features` by that part, so that the ranks' values sum to the mean."""
+    return value * 1.0
+
+
 def embedding(
     indices: torch.Tensor, weight: torch.Tensor, *, rows: int, padding_idx: int | None = None
 ) -> torch.Tensor:
@@ -246,7 +263,7 @@ NODES: dict[Callable[..., Any], CommOp] = {
     all_reduce_scalar: CommOp(_SUM, Among.REPLICAS, denominator=True),
     global_weight: CommOp(_SUM, Among.REPLICAS, denominator=True),
     cross_entropy: CommOp(_SUM, Among.GROUP, tensors=_of_classes),
-    **dict.fromkeys((linear, embedding, scale_by_share, store_buffer, pull), CommOp()),
+    **dict.fromkeys((linear, embedding, pick, put, scale_by_part, scale_by_share, store_buffer, pull), CommOp()),
     **dict.fromkeys((dropout, uniform, normal), CommOp(draws=True)),
     push: CommOp(in_stage=False),
     all_reduce: CommOp(_SUM, Among.REPLICAS, in_stage=False),

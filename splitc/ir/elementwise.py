@@ -1,16 +1,23 @@
-"""Find nodes that can run on a shard of the features: elementwise ones, and those that leave the last dim whole."""
+"""Find nodes that can run on a shard of the features, and what they do there.
+
+elementwise, casts, those that leave the last dim whole    features -> features
+one column of each row that is given other values          features -> features
+one column of each row that is taken                       features -> partial: zero where another rank has it
+sums and means along the last dim, losses of each element  features -> partial
+"""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
 from splitc.ir import comm_ops
-from splitc.ir.graph import arguments_of, op_name, shape_of
+from splitc.ir.graph import arguments_of, info, op_name, shape_of
+from splitc.ir.program import SizeSpec
 from splitc.ir.torch_ops import ops_with
 
 _FUNCTIONS: frozenset[Any] = frozenset(
@@ -40,6 +47,60 @@ _ALONG = {
     **dict.fromkeys(("chunk", "split"), slice(2, 3)),
 }
 """Functions and methods -> which of their arguments are the dims that they work along."""
+
+
+_OF_EACH = frozenset(getattr(F, name) for name in ops_with("each"))
+
+
+def maps_each(node: fx.Node) -> bool:
+    """Whether each element of a result follows from the same one of each operand: elementwise nodes, and casts."""
+    return is_elementwise(node) or op_name(node) in _CASTS or reduction_of(node) == "none"
+
+
+def reduction_of(node: fx.Node) -> str | None:
+    """How a node reduces its values along dims of which the last is one, "sum" or "mean".
+
+    Of a loss of each element also "none"; None for any other node.
+    """
+    if node.target in _OF_EACH:
+        in_old_words = any(node.kwargs.get(name) is not None for name in ("reduce", "size_average"))
+        return None if in_old_words else str(node.kwargs.get("reduction", "mean"))
+    num_dims = len(shape_of(next(iter(node.all_input_nodes), None)))
+    if op_name(node) not in ("sum", "mean") or not num_dims:
+        return None
+    dims = _flat([arguments_of(node, "input", "dim").get("dim")])
+    along = dims in ([None], []) or any(dim % num_dims == num_dims - 1 for dim in dims)
+    return op_name(node) if along else None
+
+
+class Column(NamedTuple):
+    """One column of each row of a value (..., D): it is taken, or given others in a copy of the value.
+
+    at: the columns, (...,) or (..., 1).  source: what they are given, a number or as many as columns; None: nothing.
+    """
+
+    value: fx.Node
+    at: fx.Node
+    source: Any = None
+
+
+def column_of(node: fx.Node) -> Column | None:
+    """`x.gather(1, index)`, `x[arange(n), index]`, `x.scatter(1, index, v)`, `x[arange(n), index] = v`; None else."""
+    name, args = op_name(node), tuple[Any, ...]((*node.args, *node.kwargs.values()))
+    value, given = (*args, None)[0], args[1:]
+    shape = shape_of(value)
+    if (name, len(given)) in (("gather", 2), ("scatter", 3)):
+        (dim, index), rows = given[:2], (*shape[:-1], 1)
+        fits = dim in (-1, len(shape) - 1)
+    elif name in ("getitem", "assigned") and isinstance(given[0], tuple) and len(given[0]) == 2 == len(shape):
+        (first, index), rows = given[0], shape[:1]
+        size = first.args[-1] if isinstance(first, fx.Node) and first.target is torch.arange else None
+        fits = isinstance(size, fx.Node) and info(size).spec == SizeSpec(*rows) and len(first.args) == 1
+    else:
+        return None
+    source = [each for each in given[1 + (name == "scatter") :] if name in ("scatter", "assigned")]
+    fits = fits and all(shape_of(each) == rows for each in (index, *source) if isinstance(each, fx.Node))
+    return Column(value, index, *source) if fits and isinstance(index, fx.Node) else None
 
 
 def is_view(node: fx.Node) -> bool:

@@ -17,10 +17,13 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from splitc.ir.elementwise import maps_each
 from splitc.ir.graph import (
     arguments_of,
     called_module,
+    has_examples,
     info,
+    op_name,
     put_in_place,
     set_info,
     shape_of,
@@ -36,12 +39,15 @@ class Linear:
     """A linear layer, y = x W^T + b.
 
     weight: (out_features, in_features); weight, bias: the names of the parameters in the graph.
+    dim: of the parameter, along which its output features lie.  computed: what is computed of it, feature by feature.
     """
 
     node: fx.Node
     value: fx.Node
     weight: str
     bias: str | None
+    dim: int = 0
+    computed: tuple[fx.Node, ...] = ()
     late: ClassVar[str] = "late_multiply"
 
     @property
@@ -82,6 +88,45 @@ def as_linear(program: Program, node: fx.Node) -> Linear | None:
     if not all(_is_parameter(program, each) for each in ([weight] if bias is None else [weight, bias])):
         return None
     return Linear(node, value, str(weight.target), None if bias is None else str(bias.target))
+
+
+def as_columns(program: Program, node: fx.Node) -> Linear | None:
+    """`node` as what can be divided by columns: a linear layer, or a product with what is computed of each feature.
+
+    linear(x, normalize(W)), x @ (W / W.norm(dim=0, keepdim=True)); None where anything else reads what is computed.
+    """
+    dim, names = int(node.target is not F.linear), _parameter_names(program)
+    if (linear := as_linear(program, node)) is not None or (dim and op_name(node) not in ("matmul", "mm")):
+        return linear
+    given: tuple[Any, ...] = (*node.args, None) if dim else _operands(node)
+    value, weight, bias = given
+    if not all(isinstance(each, fx.Node) for each in (value, weight)) or not has_examples(value):
+        return None
+    if (found := _features_of(weight, dim, names)) is None or not (bias is None or bias.target in names):
+        return None
+    name, own, computed = found
+    alone = all(user is node or user in computed for each in computed for user in each.users)
+    return Linear(node, value, name, bias and str(bias.target), own, tuple(computed)) if alone else None
+
+
+def _features_of(value: fx.Node, dim: int, names: set[str]) -> tuple[str, int, dict[fx.Node, None]] | None:
+    """The parameter that a value is computed of, each feature along `dim` by itself, its dim, and all nodes between."""
+    if len(shape_of(value)) != 2 or value.op == "get_attr":
+        return (str(value.target), dim, {}) if value.target in names and len(shape_of(value)) == 2 else None
+    name = op_name(value)
+    along = arguments_of(value, "input", *(["p"] * name.startswith("norm")), "dim").get("dim")
+    along_other = name in ("norm", "normalize", "sum", "mean") and isinstance(along, int) and along % 2 != dim
+    reads = [each for each in value.all_input_nodes if isinstance(info(each).spec, TensorSpec)]
+    found = [_features_of(each, 1 - dim if name == "t" else dim, names) for each in reads]
+    if not (name == "t" or maps_each(value) or along_other) or len({each and each[:2] for each in found}) != 1:
+        return None
+    return found[0] and (*found[0][:2], {node: None for each in found if each for node in (*each[2], value)})
+
+
+def column_layers(program: Program) -> dict[str, tuple[Linear, ...]]:
+    """The layers that end in a product with what is computed of their weight."""
+    found = ((info(node).layer, as_columns(program, node)) for node in program.graph.nodes)
+    return {layer: (use,) for layer, use in found if use is not None and as_linear(program, use.node) is None}
 
 
 def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
@@ -248,11 +293,13 @@ def embedding_weight(program: Program, node: fx.Node) -> str | None:
 
 def divisible_layers(program: Program) -> frozenset[str]:
     """The layers whose parameters only linear layers, embeddings and normalisations of (N, D) over examples read."""
+    columns = [found for node in program.graph.nodes if (found := as_columns(program, node)) is not None]
+    computed = {node for each in columns for node in (each.node, *each.computed)}
     others = {
         name
         for node in program.graph.nodes
         if node.op.startswith("call")
-        and not (as_linear(program, node) or embedding_weight(program, node))
+        and not (node in computed or embedding_weight(program, node))
         and not (is_batch_norm(program, node) and len(shape_of(node)) == 2)
         for name in tensors_of_node(program, node)
     }

@@ -12,6 +12,10 @@ from splitc.ir import comm_ops
 from splitc.ir.elementwise import _FUNCTIONS, is_elementwise
 from splitc.ir.op_names import function_name
 
+BINARY = (
+    *("add", "sub", "mul", "div", "true_divide", "truediv", "pow", "maximum", "minimum", "logical_and", "logical_or"),
+    *("eq", "ge", "gt", "le", "lt", "ne", "and_", "or_"),
+)
 FUNCTIONS = sorted(_FUNCTIONS - {comm_ops.dropout}, key=function_name)
 
 
@@ -22,12 +26,18 @@ def call(op: str, target: Any) -> fx.Node:
 
 def test_an_elementwise_function_of_a_shard_is_the_shard_of_the_function() -> None:
     x, y = torch.rand(3, 8) + 0.5, torch.rand(3, 8) + 0.5
-    others: dict[str, tuple[Any, ...]] = {"F.threshold": (1.0, 0.0), "torch.clamp": (0.6, 0.9)}
+    others: dict[str, tuple[Any, ...]] = {"threshold": (1.0, 0.0), "clamp": (0.6, 0.9), "full_like": (0.5,)}
+    others |= dict.fromkeys(("clamp_max", "clamp_min"), (0.8,))
+    of_truths = ("logical_and", "logical_not", "logical_or", "and_", "invert", "or_")
     for function in FUNCTIONS:
-        binary = function.__name__ in ("add", "sub", "mul", "div", "true_divide", "truediv", "pow")
-        whole = function(x, *([y] if binary else others.get(function_name(function), ())))
-        part = function(x[:, 2:5], *([y[:, 2:5]] if binary else others.get(function_name(function), ())))
-        torch.testing.assert_close(part, whole[:, 2:5], msg=function_name(function))
+        name = function_name(function).rpartition(".")[2]
+        given = [x > 1, y > 1] if name in of_truths else [x - 0.5 if name in ("acos", "asin") else x, y]
+        given = {"where": [x > 1, x, y], "masked_fill": [x, x > 1, torch.tensor(0.5)]}.get(
+            name, given if name in BINARY else given[:1]
+        )
+        parts = [each[:, 2:5] if each.dim() else each for each in given]
+        whole, part = function(*given, *others.get(name, ())), function(*parts, *others.get(name, ()))
+        torch.testing.assert_close(part, whole[:, 2:5], msg=function_name(function), equal_nan=True)
 
 
 def test_what_reads_other_features_is_not_elementwise() -> None:

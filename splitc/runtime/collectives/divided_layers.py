@@ -58,6 +58,41 @@ class DividedLayers:
             loss = loss.sum() / (own.sum() if reduction == "mean" else 1)
         return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(dtype)
 
+    def pick(self, value: Tensor, index: Tensor, *, features: int) -> Tensor:
+        """One of `features` columns of each row, of which this rank has a part: a term of the sum, zeros elsewhere.
+
+        value: (..., features/k).  index: (...,) or (..., 1), the same on all ranks.
+        """
+        place, own = self._place(index, features)
+        if not value.size(-1):
+            return value.sum(-1).view(index.shape)
+        picked = value.gather(-1, place.view(*value.shape[:-1], 1))
+        return picked.view(index.shape).where(own, 0)
+
+    def put(self, value: Tensor, index: Tensor, source: Tensor | float, *, features: int) -> Tensor:
+        """`value` with another number in one of `features` columns of each row, if this rank has it.
+
+        value, index: as of `pick`.  source: a number, or as many as there are rows, the same on all ranks.
+        """
+        place, own = self._place(index, features)
+        if not value.size(-1):  # its backward is part of the ranks' sum
+            return value + source.sum() * 0 if isinstance(source, Tensor) else value
+        column = (*value.shape[:-1], 1)
+        before = value.gather(-1, place.view(column))
+        given = torch.as_tensor(source, dtype=value.dtype, device=value.device).expand(index.shape)
+        return value.scatter(-1, place.view(column), given.view(column).where(own.view(column), before))
+
+    def scale_by_part(self, value: Tensor, *, features: int) -> Tensor:
+        """A mean over this rank's part of `features`, as a term of the mean over all."""
+        width = self._part(features)[1]
+        return value * (width / features) if width else value.nan_to_num() * 0.0
+
+    def _place(self, index: Tensor, features: int) -> tuple[Tensor, Tensor]:
+        """The columns of this rank's part that stand for those of all, and which of them are those."""
+        first, width = self._part(features)
+        _require_below(index, features, "column")
+        return (index - first).clamp(0, max(width - 1, 0)), (index >= first) & (index < first + width)
+
     def embedding(self, indices: Tensor, weight: Tensor, *, rows: int, padding_idx: int | None = None) -> Tensor:
         """Rows of a table of which this rank has a part: a term of the sum, zeros where the others have the row.
 
