@@ -118,17 +118,18 @@ def _compare(session: Session, rounds: int, steps: int, programs: dict[str, Comp
 
 
 def _cut(session: Session, line: ThinLine, seconds: float, program: CompiledProgram) -> None:
-    """Cut the line in a run of about twice as long, after a sixth of that time."""
+    """Cut the line in a run of two and a half times as long, after a third of that time."""
 
     def cut() -> None:
-        for wait, do in ((seconds / 6, line.cut), (seconds, line.mend)):
+        for wait, do in ((seconds / 3, line.cut), (seconds, line.mend)):
             for _ in range(round(2 * wait)):
                 time.sleep(0.5)  # so that time in which the whole machine stands still does not count
             do()
 
+    step = session.run("sites", program.plan.period, 1, timeout=PATIENCE).step_seconds
     thread = threading.Thread(target=cut)
     thread.start()
-    run = session.run("sites", round(2 * seconds / program.plan.step_seconds), 0, timeout=PATIENCE)
+    run = session.run("sites", round(2.5 * seconds / step), 0, timeout=PATIENCE)
     thread.join()
     for rank, log in enumerate(session.logs):
         steps = run.seconds[rank]

@@ -158,7 +158,7 @@ def test_the_actions_tell_which_fragment_travels_when() -> None:
     told = [str(action) for action in program.rank_programs[0].actions if "of a round" in str(action)]
     assert told == [
         "all: average bucket0 (after update 4 of a round)",
-        "all: average bucket1 (after update 4 of a round)",
+        "all: average bucket1 (after update 4 of a round)",  # of statistics
         "all: average bucket2 (after update 8 of a round)",
         "all: arrive bucket0 (after update 7 of a round)",
         "all: arrive bucket1 (after update 7 of a round)",
