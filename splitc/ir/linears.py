@@ -95,29 +95,29 @@ def as_columns(program: Program, node: fx.Node) -> Linear | None:
 
     linear(x, normalize(W)), x @ (W / W.norm(dim=0, keepdim=True)); None where anything else reads what is computed.
     """
-    dim, names = int(node.target is not F.linear), _parameter_names(program)
+    dim = int(node.target is not F.linear)
     if (linear := as_linear(program, node)) is not None or (dim and op_name(node) not in ("matmul", "mm")):
         return linear
     given: tuple[Any, ...] = (*node.args, None) if dim else _operands(node)
     value, weight, bias = given
     if not all(isinstance(each, fx.Node) for each in (value, weight)) or not has_examples(value):
         return None
-    if (found := _features_of(weight, dim, names)) is None or not (bias is None or bias.target in names):
+    if (found := _features_of(program, weight, dim)) is None or not (bias is None or _is_parameter(program, bias)):
         return None
     name, own, computed = found
     alone = all(user is node or user in computed for each in computed for user in each.users)
     return Linear(node, value, name, bias and str(bias.target), own, tuple(computed)) if alone else None
 
 
-def _features_of(value: fx.Node, dim: int, names: set[str]) -> tuple[str, int, dict[fx.Node, None]] | None:
+def _features_of(program: Program, value: fx.Node, dim: int) -> tuple[str, int, dict[fx.Node, None]] | None:
     """The parameter that a value is computed of, each feature along `dim` by itself, its dim, and all nodes between."""
     if len(shape_of(value)) != 2 or value.op == "get_attr":
-        return (str(value.target), dim, {}) if value.target in names and len(shape_of(value)) == 2 else None
+        return (str(value.target), dim, {}) if _is_parameter(program, value) and len(shape_of(value)) == 2 else None
     name = op_name(value)
     along = arguments_of(value, "input", *(["p"] * name.startswith("norm")), "dim").get("dim")
     along_other = name in ("norm", "normalize", "sum", "mean") and isinstance(along, int) and along % 2 != dim
     reads = [each for each in value.all_input_nodes if isinstance(info(each).spec, TensorSpec)]
-    found = [_features_of(each, 1 - dim if name == "t" else dim, names) for each in reads]
+    found = [_features_of(program, each, 1 - dim if name == "t" else dim) for each in reads]
     if not (name == "t" or maps_each(value) or along_other) or len({each and each[:2] for each in found}) != 1:
         return None
     return found[0] and (*found[0][:2], {node: None for each in found if each for node in (*each[2], value)})
