@@ -19,9 +19,9 @@ from splitc.runtime.transport.collective import PIECE
 
 
 def sum_shares(cluster: Cluster, world: int) -> tuple[int, ...]:
-    """What each rank adds up, in hundredths of the largest part; none where lines are alike, or hosts share them."""
+    """What each rank adds up, in hundredths of the largest part; none where lines are alike or shared."""
     rates = [cluster.link_of(rank).bandwidth for rank in range(world)]
-    if world < 3 or cluster.local_link is not None or len(set(rates)) == 1:
+    if world < 3 or cluster.local_link or cluster.site_link or len(set(rates)) == 1:
         return ()
     fastest = accumulate(sorted(rates, reverse=True))
     level = min((world - 2 + k) / whole for k, whole in enumerate(fastest, start=1))  # t / N: the k fastest have parts
@@ -32,11 +32,11 @@ def sum_shares(cluster: Cluster, world: int) -> tuple[int, ...]:
 def shared_sum(nbytes: float, cluster: Cluster, ranks: Sequence[int], shares: Sequence[int]) -> float:
     """Sum tensors of `nbytes` over ranks; shares: of all ranks.  The first piece goes one way alone.
 
-    Where hosts have several ranks each is priced on the slowest line.
+    Where hosts have several ranks, or there are sites, each is priced on the slowest line.
     """
-    whole, slowest, times = sum(shares[rank] for rank in ranks), cluster.link_over(ranks), list[float]()
+    whole, slowest, times = sum(shares[rank] for rank in ranks), cluster.link_over(ranks, rings=False), list[float]()
     for rank in ranks:
-        link = slowest if cluster.local_link else cluster.link_of(rank)
+        link = slowest if cluster.local_link or cluster.site_link else cluster.link_of(rank)
         sent = nbytes * (1 + (len(ranks) - 2) * shares[rank] / whole) + min(nbytes, PIECE)
         times.append(point_to_point(sent if link.duplex else 2 * sent, link))
     return max(times)

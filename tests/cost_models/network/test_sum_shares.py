@@ -34,11 +34,15 @@ def test_a_rank_on_a_slow_line_has_a_small_part_or_none() -> None:
         assert sum_shares(with_lines(*rates), len(rates)) == expected, rates
 
 
-def test_alike_lines_two_ranks_and_hosts_have_none() -> None:
+def test_alike_lines_two_ranks_hosts_and_sites_have_none() -> None:
     assert sum_shares(with_lines(1, 1, 1, 1), 4) == ()
     assert sum_shares(with_lines(1, 4), 2) == ()
     cluster = with_lines(1, 4, 4, 4)
     assert sum_shares(replace(cluster, local_link=cluster.link, ranks_per_host=2), 4) == ()
+    thin = Link(0.5, 0.0, shared=True)
+    sites = replace(cluster, site_link=thin, ranks_per_site=2)
+    assert sum_shares(sites, 4) == ()
+    assert shared_sum(NBYTES, sites, range(4), (0, 1, 1, 1)) > 4 * shared_sum(NBYTES, cluster, range(4), (0, 1, 1, 1))
 
 
 def test_a_sum_takes_what_the_busiest_line_carries_one_way_or_both() -> None:
