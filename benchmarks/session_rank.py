@@ -40,11 +40,12 @@ def sgd(parameters: Iterable[Any], rate: float = 1e-3, momentum: float = 0.9) ->
 
 @dataclass(frozen=True)
 class Training:
-    """What `run` trains.  batch: this rank's, again and again.  sent: payload bytes so far."""
+    """What `run` trains.  batch: this rank's, again and again.  sent: payload bytes so far.  leave: end what runs."""
 
     step: Callable[..., object]
     batch: tuple[Tensor, ...]
     sent: Callable[[], float] = lambda: 0.0
+    leave: Callable[[], None] = lambda: None
 
 
 class SessionRank:
@@ -59,7 +60,7 @@ class SessionRank:
         """Open the worker of the build in `folder`, and draw the one batch that it will see again and again."""
         worker = load_worker(Path(folder), self._transport, partial(sgd, momentum=momentum))
         batch = next(synthetic(worker.rank.spec))
-        self._trainings[name] = Training(worker.step, batch, lambda: worker.rank.sent_bytes)
+        self._trainings[name] = Training(worker.step, batch, lambda: worker.rank.sent_bytes, worker.end_round)
         return {}
 
     def run(self, name: str, steps: int, warm_up: int, apart: bool) -> dict[str, Any]:
@@ -97,8 +98,8 @@ class SessionRank:
         return statistics.median(once() for _ in range(5))
 
     def unload(self, name: str) -> dict[str, Any]:
-        """Forget the worker of a build; the connections stay."""
-        del self._trainings[name]
+        """Forget the worker of a build, after its round; the connections stay."""
+        self._trainings.pop(name).leave()
         gc.collect()
         return {}
 

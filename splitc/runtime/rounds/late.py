@@ -12,18 +12,20 @@ Who was late is not waited for until it is heard again.  A change of a turn that
 
 from __future__ import annotations
 
+import atexit
 import math
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..comm.role import Role
-from ..errors import LaunchError
+from ..errors import LaunchError, SplitcError
 from ..transport.base import Transport, Work
 from ..transport.short import Short, decoded
 from .averaging import Averages, Bucket
@@ -97,12 +99,13 @@ class LateAverages(Averages):
         self._is_hub = self._ranks[0] == transport.rank
         self._lines, self._fragments = list[Line](), list[list[Bucket]]()
         self._turn: Turn | None = None
-        self._asked, self._was_late = 0, False
+        self._asked, self._was_late, self._is_open = 0, False, False
 
     def open(self, buckets: Sequence[Bucket], fragments: Sequence[int]) -> None:
         """Begin a round, after `keep`.  fragments: of the buckets."""
         of = list(zip(buckets, fragments, strict=True))
         self._fragments = [[bucket for bucket, own in of if own == k] for k in range(max(fragments) + 1)]
+        self._is_open = True
         nbytes, self._turn = max(sum(map(self._nbytes, each)) for each in self._fragments), None
         peers = self._ranks[1:] if self._is_hub else self._ranks[:1]
         self._lines = [Line(self._apart, peer, nbytes, self.kept) for peer in peers]
@@ -138,7 +141,10 @@ class LateAverages(Averages):
 
     @torch.no_grad()
     def hang_up(self) -> None:
-        """Before a round ends, wait for all that is under way: then nothing is."""
+        """Before a round ends, or a program that left one open, wait for all that is under way: then nothing is."""
+        if not self._is_open:
+            return
+        self._is_open = False
         if self._is_hub:
             self.poll(self._patience, ends=True)
         for line in self._lines:
@@ -248,11 +254,21 @@ class LateAverages(Averages):
         line.late = late
 
 
+def _leave(averages: LateAverages) -> None:
+    """Hang up as the process exits, which threads that wait for messages would keep from it."""
+    with suppress(SplitcError, RuntimeError, ValueError):  # the other rank has gone, or the process group
+        averages.hang_up()
+
+
 def late_averages(roles: Sequence[Role], patience: float) -> list[LateAverages]:
     """Those of a rank's roles, on connections on which ranks may be late.  Collective."""
     own = roles[0].transport
     if own.waits_hold_the_stream:
         raise LaunchError("patience needs messages that may be late, which NCCL has not: take the backend gloo")
-    transport, each = own.apart(_FOREVER) or own, [role.spec.averaged for role in roles]
+    apart, each = own.apart(_FOREVER), [role.spec.averaged for role in roles]
+    transport = apart or own
     transport.connect([(first, other) for first, *more in each for other in more if own.rank in (first, other)])
-    return [LateAverages(role, transport, patience) for role in roles]
+    found = [LateAverages(role, transport, patience) for role in roles]
+    for averages in found if apart is not None else ():
+        atexit.register(_leave, averages)
+    return found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -227,3 +230,26 @@ def _carrying(wire: Wire, call: Callable[..., Any]) -> Callable[..., Any]:
         return work
 
     return broadcast
+
+
+SCRIPT = """
+import torch, splitc
+from torch import nn
+model, batch = nn.Linear(6, 3), (torch.randn(8, 6), torch.randint(0, 3, (8,)))
+sites = splitc.Sites(period=4, outer_lr=0.7, delay=1, ranks=1, through="server", patience=1.0)
+program = splitc.compile(model, 2, *batch, nn.functional.cross_entropy, strategy=sites, cluster="v100-10gbe")
+worker = program.worker(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+for _ in range(3):
+    worker.step(*batch)
+print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_script_that_leaves_a_round_open_ends(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2
