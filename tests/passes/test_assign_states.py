@@ -86,15 +86,26 @@ def test_elementwise_functions_work_on_parts_and_one_gather_follows_them(name: s
     assert "a_whole" not in found, "it is gathered after the function"
 
 
+BESIDE_OTHERS: dict[str, tuple[Run, str]] = {
+    "a sum of features": (lambda m, x: m.fc(m.a(x) + m.a(x).sum(1, keepdim=True)), "reduce_from_group partial"),
+    "another value": (lambda m, x: m.fc(m.a(x) * x[:, :7]), "slice_features"),
+    "where": (lambda m, x: m.fc(torch.where(x[:, :7] > 0, m.a(x), 0.0)), "slice_features"),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_OTHERS)
+def test_so_do_functions_of_parts_and_of_what_has_no_parts_by_itself(name: str) -> None:
+    run, other = BESIDE_OTHERS[name]
+    found = inserted(divided(run, a=COLUMNS, fc=COLUMNS))
+    assert list(found.values()) == [other, "shard partial", "shard"], found
+
+
 ON_THE_WHOLE: dict[str, Run] = {
     "softmax": lambda m, x: m.fc(F.softmax(m.a(x), -1)),
     "a norm": lambda m, x: m.fc(m.norm(m.a(x))),
-    "a sum of features": lambda m, x: m.fc(m.a(x) + m.a(x).sum(1, keepdim=True)),
     "an index": lambda m, x: m.fc(m.a(x)[:, [6, 5, 4, 3, 2, 1, 0]]),
     "a reshape": lambda m, x: m.fc(m.a(x).view(-1, 7, 1).flatten(1)),
     "cat": lambda m, x: m.fc(torch.cat([m.a(x)[:, 3:], m.a(x)[:, :3]], 1)),
-    "another value, whole": lambda m, x: m.fc(m.a(x) * x[:, :7]),
-    "where": lambda m, x: m.fc(torch.where(x[:, :7] > 0, m.a(x), 0.0)),
 }
 
 
