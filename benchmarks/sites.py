@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--delay", type=float, default=0.05, help="seconds of the line, one way")
     parser.add_argument("--cpus", type=float, default=2.0, help="processors of all ranks")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=32, help="of sites in a round, two periods at least, for one of the exact plan")
+    parser.add_argument("--steps", type=int, default=32, help="of sites in a round: two periods at least")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds to calibrate")
     parser.add_argument("--cluster", type=Path, help="calibrated before, with its line; it is not calibrated then")
     parser.add_argument("--cut", type=float, help="seconds; only the run with a cut")
