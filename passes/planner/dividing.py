@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from splitc.ir.elementwise import column_of, leaves_last_dim, maps_each, reduction_of
-from splitc.ir.graph import info, shape_of, tensor_spec
+from splitc.ir.graph import info, tensor_spec
 from splitc.ir.linears import as_columns, as_linear, embedding_weight, is_batch_norm
 from splitc.ir.program import Program, TensorSpec
 
@@ -49,8 +49,8 @@ def divisible_kinds(program: Program, divisible: frozenset[str]) -> dict[str, Di
         if not main or any(_splits(program, node) != _splits(program, main[0]) for node in main):
             continue
         read, one = _read(program, main[0]), len(main) == 1 and tensor_spec(main[0]).batch_dim is not None
-        reshapes = read in own and any(shape_of(each) != shape_of(read) for each in read.all_input_nodes)
-        sums = _sums(main[0], own) if one and not reshapes else None  # features of inputs would be priced too low
+        of_inputs = read in own and not (maps_each(read) or leaves_last_dim(read))  # features would be priced too low
+        sums = _sums(main[0], own) if one and not of_inputs else None
         found[layer.name] = Divisible(
             frozenset(_read(program, node).name for node in main),
             tuple(tensor_spec(node) for node in main),
