@@ -100,7 +100,8 @@ class Rounds:
     outer_lr, outer_momentum, nesterov: of the SGD to which the averaged change of a round is a gradient (DiLoCo); with
     1 and 0 parameters are averaged.
     fragments: parts of the parameters, which are averaged in turns.  delay: updates during which one travels.
-    mixing: how much of its own parameters a rank keeps when a fragment arrives (streaming DiLoCo).
+    mixing: how much of its own parameters a rank keeps when a fragment arrives (streaming DiLoCo); None: what it
+    trained meanwhile is added to what arrives.
     through: "peers" sum by an all-reduce; a "server", the first unit, receives from all others and sends them the sum.
     patience: seconds that units wait for each other before they go on without who is late; None: as long as it takes.
     """
@@ -112,7 +113,7 @@ class Rounds:
     nesterov: bool = False
     fragments: int = 1
     delay: int = 0
-    mixing: float = 0.0
+    mixing: float | None = None
     through: str = "peers"
     patience: float | None = None
 

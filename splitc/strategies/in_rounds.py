@@ -23,7 +23,7 @@ class InRounds(Strategy):
     outer_lr, outer_momentum, nesterov: of an outer SGD, to which the averaged change is a gradient (DiLoCo); nesterov
     is the rule where there is momentum.
     fragments: parts of the model that are averaged in turns; delay: updates that one travels; mixing: how much of its
-    own parameters a rank keeps when one arrives, a half unless given (streaming DiLoCo).
+    own parameters a rank keeps when one arrives (streaming DiLoCo); unless given, what it trained meanwhile is added.
     through: "peers", or a "server", the ranks of the first unit (SplitBrain 4).
     patience: seconds after which units go on without those that are late; None: they wait.
     """
@@ -49,7 +49,7 @@ class InRounds(Strategy):
         given = {f.name: getattr(self, f.name) for f in own if getattr(self, f.name) is not None}
         if given and self.period is None:
             raise PlacementError(f"{self.name}: {next(iter(given))} needs a period, the updates between two averages")
-        usual = {"nesterov": bool(self.outer_momentum), "mixing": 0.5 if self.delay else 0.0}
+        usual = {"nesterov": bool(self.outer_momentum)}
         return None if self.period is None else Rounds(self.period, unit, **{**usual, **given})
 
     def unit(self, request: Request) -> int:

@@ -92,7 +92,12 @@ def _exchange(writer: Writer, action: Action, comm: str, waits: bool = True) -> 
     if bucket != first:
         return []
     if action.verb == "arrive":
-        return [(f"{comm}.arrive({fragment})", f"mixed with {rounds.mixing:g} of this rank's own")]
+        own = (
+            "plus what this rank trained meanwhile"
+            if rounds.mixing is None
+            else f"mixed with {rounds.mixing:g} of its own"
+        )
+        return [(f"{comm}.arrive({fragment})", own)]
     given = f"{name}[{first}:{end}], {fragment}" if rounds.fragments > 1 else name
     note = f"{buckets_text(program, stage, stage.averaged[first:end])}, over all units"
     note += ", through the first one" if rounds.through == "server" else ""
@@ -100,4 +105,5 @@ def _exchange(writer: Writer, action: Action, comm: str, waits: bool = True) -> 
         note, given = f"{note}, with the optimizer's state", f"{given}, optimizer=True"
     if waits:
         return [(f"{comm}.average(stage, {given})", note)]
-    return [(f"{comm}.start_average(stage, {given}, mixing={rounds.mixing})", note)]
+    given += f", mixing={rounds.mixing}" * (rounds.mixing is not None)
+    return [(f"{comm}.start_average(stage, {given})", note)]

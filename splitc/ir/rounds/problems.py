@@ -29,8 +29,8 @@ def rounds_problems(rounds: Rounds) -> Iterator[str]:
             yield f"patience is {patience:g}; it must be more than 0 seconds, with through=server and a delay"
         elif rounds.delay >= (turn := rounds.steps // rounds.fragments):
             yield f"patience lets one fragment travel at a time, one in {turn} updates; delay must be less than that"
-    if not 0 <= rounds.mixing <= 1 or (rounds.mixing and not rounds.delay):
-        yield f"mixing is {rounds.mixing:g}; it must be 0 to 1, and 0 without a delay, which leaves nothing to mix"
+    if (mixing := rounds.mixing) is not None and (not 0 <= mixing <= 1 or (mixing and not rounds.delay)):
+        yield f"mixing is {mixing:g}; it must be 0 to 1, and 0 without a delay, which leaves nothing to mix"
 
 
 def problems_in(plan: Plan, rounds: Rounds) -> Iterator[str]:

@@ -6,6 +6,7 @@ what travels is rounded.
     mean    = sum over units  share theta                                                local SGD
     kept    = SGD(kept, gradient = sum over units  share (kept - theta)),  mean = kept   DiLoCo, algorithm 1
     theta   = mixing theta + (1 - mixing) mean                                           streaming DiLoCo
+    theta   = mean + (theta - theta when the fragment left)                              without mixing
 
 Of parameters, which the copies of a unit have alike, each copy averages a slice, and they gather the means.
 """
@@ -27,6 +28,21 @@ Bucket = Sequence[Tensor]
 """What travels together, of one dtype: parameters, or what copies may have unlike."""
 
 
+class Meanwhile:
+    """What a rank trains of a bucket from now until its mean arrives: `mixing` of that, or None: all of the change."""
+
+    def __init__(self, bucket: Bucket, mixing: float | None) -> None:
+        self._bucket, self._mixing = bucket, mixing
+        self.nothing = [tensor.detach().clone() for tensor in bucket] if mixing is None else bucket
+
+    def joined(self, means: Sequence[Tensor]) -> list[Tensor]:
+        """The means that have arrived, joined with it; `nothing`, joined with it, is what the rank has."""
+        pairs = list(zip(means, self._bucket, strict=True))
+        if self._mixing is None:
+            return [mean + (own - old) for (mean, own), old in zip(pairs, self.nothing, strict=True)]
+        return [torch.lerp(mean, own, self._mixing) if self._mixing else mean for mean, own in pairs]
+
+
 class Averages:
     """What a rank averages in one role with other units, in fragments, each by itself.
 
@@ -40,7 +56,7 @@ class Averages:
         self._short = role.short.get("averages")
         by_server = partial(doubling.all_reduce, rounds=_through_server)
         self._all_reduce = by_server if spec.through_server else Transport.all_reduce
-        self._travelling: dict[int, tuple[float, list[tuple[Bucket, Tensor, Work]]]] = {}
+        self._travelling: dict[int, list[tuple[Bucket, Tensor, Work, Meanwhile]]] = {}
         self.kept: dict[Tensor, nn.Parameter] = {}
         self.outer: torch.optim.SGD | None = None
         self._restored: dict[str, Any] | None = None
@@ -70,7 +86,7 @@ class Averages:
             self.kept[bucket[0]].data.copy_(self._own(bucket))
 
     @torch.no_grad()
-    def start(self, buckets: Sequence[Bucket], fragment: int, share: float, mixing: float = 0.0) -> None:
+    def start(self, buckets: Sequence[Bucket], fragment: int, share: float, mixing: float | None = None) -> None:
         """Start to average a fragment, of which this rank has the weight `share`; those of all units sum to 1."""
         under_way = []
         for k, bucket in enumerate(buckets):
@@ -79,26 +95,26 @@ class Averages:
                 work = self._short.summed(own, self._ranks, f"{fragment}.{k}")
             else:
                 work = self._all_reduce(self._transport, own, self._ranks)
-            under_way.append((bucket, own, work))
-        self._travelling[fragment] = mixing, under_way
+            under_way.append((bucket, own, work, Meanwhile(bucket, mixing)))
+        self._travelling[fragment] = under_way
 
     @torch.no_grad()
     def arrive(self, fragment: int, whole: bool = False) -> None:
-        """Wait for a fragment, if it travels, and mix it with what was trained meanwhile; `whole`: take it as it is."""
-        mixing, under_way = self._travelling.pop(fragment, (0.0, []))
-        for bucket, own, work in under_way:
+        """Wait for a fragment, if it travels, and and join it with what was trained meanwhile unless `whole`."""
+        under_way = self._travelling.pop(fragment, [])
+        for bucket, own, work, _ in under_way:
             work.wait()
             if bucket[0] in self.kept:
                 self.kept[bucket[0]].grad = own.neg_()
         self._step()
-        for bucket, own, _ in under_way:
-            self._put(bucket, self.kept.get(bucket[0], own).detach(), 0.0 if whole else mixing)
+        for bucket, own, _, meanwhile in under_way:
+            self._put(bucket, self.kept.get(bucket[0], own).detach(), None if whole else meanwhile)
 
     def join(self, buckets: Sequence[Bucket], fragment: int, share: float) -> None:
         """Average a fragment now, after one that travels has arrived; what was not trained since is not averaged."""
         self.arrive(fragment, whole=not share)
         if share:
-            self.start(buckets, fragment, share)
+            self.start(buckets, fragment, share, mixing=0.0)
             self.arrive(fragment)
 
     def _step(self) -> None:
@@ -106,9 +122,9 @@ class Averages:
             self.outer.step()
             self.outer.zero_grad()
 
-    def _own(self, bucket: Bucket) -> Tensor:
-        """A copy of this rank's slice of a bucket."""
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+    def _own(self, bucket: Bucket, values: Sequence[Tensor] = ()) -> Tensor:
+        """A copy of this rank's slice of a bucket, or of values in its place."""
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in values or bucket])
         if (number := self._slices(bucket)) == 1:
             return flat
         return flat.tensor_split(number)[self._copies.index(self._transport.rank)].clone()
@@ -118,15 +134,16 @@ class Averages:
         own = self._own(bucket)
         return own.sub_(self.kept[bucket[0]].detach()) if bucket[0] in self.kept else own
 
-    def _put(self, bucket: Bucket, own: Tensor, mixing: float) -> None:
-        """Give a bucket the means of all slices, of which this rank has its own, and `mixing` of what it had."""
+    def _put(self, bucket: Bucket, own: Tensor, meanwhile: Meanwhile | None = None) -> None:
+        """Give a bucket the means of all slices, `own` among them, joined with what this rank trained meanwhile."""
         if (number := self._slices(bucket)) > 1:
             whole = own.new_empty(sum(tensor.numel() for tensor in bucket))
             self._transport.all_gather([*whole.tensor_split(number)], own, self._copies).wait()
             own = whole
-        for tensor, part in zip(bucket, own.split([tensor.numel() for tensor in bucket]), strict=True):
-            mean = part.view_as(tensor)
-            tensor.copy_(torch.lerp(mean, tensor, mixing) if mixing else mean)
+        parts = own.split([tensor.numel() for tensor in bucket])
+        means = [part.view_as(tensor) for tensor, part in zip(bucket, parts, strict=True)]
+        for tensor, mean in zip(bucket, means if meanwhile is None else meanwhile.joined(means), strict=True):
+            tensor.copy_(mean)
 
     def _slices(self, bucket: Bucket) -> int:
         """How many slices a bucket has: one for each copy, of parameters."""

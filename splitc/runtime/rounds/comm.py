@@ -42,12 +42,12 @@ class RoundComm(Part):
             values += [[value for found in bucket for value in found] for bucket in states]
         self.averages.join([each for each in values if each], fragment, share)
 
-    def start_average(self, stage: nn.Module, buckets: Buckets, fragment: int = 0, mixing: float = 0.0) -> None:
+    def start_average(self, stage: nn.Module, buckets: Buckets, fragment: int = 0, mixing: float | None = None) -> None:
         """Start to average a fragment, which `arrive` waits for some updates later."""
         self.averages.start(_tensors(stage, buckets), fragment, self.role.context.shares[fragment], mixing)
 
     def arrive(self, fragment: int) -> None:
-        """Wait for a fragment, and mix it with this rank's parameters."""
+        """Wait for a fragment, and join it with what this rank trained meanwhile."""
         self.averages.arrive(fragment)
 
     def _floating_state(self, tensor: Tensor) -> list[Tensor]:

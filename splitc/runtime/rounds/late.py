@@ -28,7 +28,7 @@ from ..comm.role import Role
 from ..errors import LaunchError, SplitcError
 from ..transport.base import Transport, Work
 from ..transport.short import Short, decoded
-from .averaging import Averages, Bucket
+from .averaging import Averages, Bucket, Meanwhile
 
 _FOREVER = 30 * 86400.0  # seconds that a message may be on its way before its connection is given up
 _HEAD = 2 * 8  # bytes of the numbers of a message
@@ -81,7 +81,7 @@ class Turn:
 
     number: int
     buckets: Sequence[Bucket]
-    mixing: float
+    meanwhile: list[Meanwhile]
     share: float
     sums: list[Tensor]
 
@@ -113,9 +113,10 @@ class LateAverages(Averages):
             line.expect()
 
     @torch.no_grad()
-    def start(self, buckets: Sequence[Bucket], fragment: int, share: float, mixing: float = 0.0) -> None:
+    def start(self, buckets: Sequence[Bucket], fragment: int, share: float, mixing: float | None = None) -> None:
         number, changes = self._role.context.round * len(self._fragments) + fragment, list(map(self._change, buckets))
-        self._turn = Turn(number, buckets, mixing, share, [change * share for change in changes])
+        meanwhile = [Meanwhile(bucket, mixing) for bucket in buckets]
+        self._turn = Turn(number, buckets, meanwhile, share, [change * share for change in changes])
         if self._is_hub:
             self.poll()
         elif self._lines[0].coming is None:
@@ -135,9 +136,9 @@ class LateAverages(Averages):
             self._take(0.0 if self._lines[0].late else self._patience)
             is_there, self._lines[0].came = self._lines[0].came is not None, None
         self._turn = None
-        for bucket in turn.buckets:
-            own = self.kept[bucket[0]].detach() if is_there else self._own(bucket)
-            self._put(bucket, own, 0.0 if whole else turn.mixing)
+        for bucket, meanwhile in zip(turn.buckets, turn.meanwhile, strict=True):
+            own = self.kept[bucket[0]].detach() if is_there else self._own(bucket, meanwhile.nothing)
+            self._put(bucket, own, None if whole else meanwhile)
 
     @torch.no_grad()
     def hang_up(self) -> None:
@@ -162,12 +163,12 @@ class LateAverages(Averages):
     def join(self, buckets: Sequence[Bucket], fragment: int, share: float) -> None:
         self.arrive(fragment, whole=not share)
         if share:
-            super().start(buckets, fragment, 0.0 if self._was_late else share)
+            super().start(buckets, fragment, 0.0 if self._was_late else share, mixing=0.0)
             super().arrive(fragment)
         for bucket in buckets:
             own = self.kept[bucket[0]].detach()
             self._transport.broadcast(own, self._ranks[0], self._ranks).wait()
-            self._put(bucket, own, 0.0)
+            self._put(bucket, own)
 
     @torch.no_grad()
     def poll(self, seconds: float = 0.0, ends: bool = False) -> None:

@@ -130,7 +130,7 @@ def test_groups_have_an_outer_optimizer_and_fragments_too() -> None:
         for bucket, fragment in zip(stage.averaged, stage.fragments, strict=True):
             own[fragment] += bucket
     got = on_workers(program, lambda worker: train(worker, batches, sizes))[0][1]
-    assert_same(got, stream(known()[0], batches, [7, 7], 3, own, 1, 0.5), EXACT)
+    assert_same(got, stream(known()[0], batches, [7, 7], 3, own, 1, None), EXACT)
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def stream(
     period: int,
     fragments: list[list[str]],
     delay: int = 0,
-    mixing: float = 0.0,
+    mixing: float | None = 0.0,
     optimizer: Any = sgd,
     outer: tuple[Any, ...] = (LR, MOMENTUM),
 ) -> dict[str, Tensor]:
@@ -63,17 +63,22 @@ def stream(
     rule = Outer(exchanged(model), *outer)
     turns = [(f + 1) * period // len(fragments) for f in range(len(fragments))]
     travelling: dict[int, tuple[int, dict[str, Tensor]]] = {}
+    left: dict[str, list[Tensor]] = {}  # what each unit had when a fragment left
     trained = [0] * len(fragments)  # updates since a fragment left
 
     def leave(f: int, now: int) -> None:
         travelling[f] = now + delay, {name: mean(units, name, sizes) for name in fragments[f]}
+        left.update({name: [exchanged(unit)[name].detach().clone() for unit in units] for name in fragments[f]})
         trained[f] = 0
 
-    def arrive(f: int, own: float) -> None:
+    def arrive(f: int, own: float | None) -> None:
         for name, value in travelling.pop(f)[1].items():
             result = rule.step(name, value)
-            for unit in units:
-                exchanged(unit)[name].mul_(own).add_(result * (1 - own))
+            for unit, before in zip(units, left[name], strict=True):
+                if own is None:
+                    exchanged(unit)[name].add_(result - before)
+                else:
+                    exchanged(unit)[name].mul_(own).add_(result * (1 - own))
 
     for now, batch in enumerate(batches, 1):
         for unit, (x, y), updates in zip(units, parts(batch, sizes), inner, strict=True):
@@ -120,18 +125,28 @@ def test_the_averaged_change_of_a_round_is_the_gradient_of_an_outer_optimizer(na
 
 
 @pytest.mark.slow
-@in_pairs(2, fragments=[2, 1, 3], delay=[1, 0, 2], outer=[(LR, MOMENTUM), (1.0, 0.0)], optimizer=[adam, sgd])
+@in_pairs(
+    2,
+    fragments=[2, 1, 3],
+    delay=[1, 0, 2],
+    outer=[(LR, MOMENTUM), (1.0, 0.0)],
+    mixing=[None, 0.5],
+    optimizer=[adam, sgd],
+)
 def test_fragments_take_turns_under_computing(
-    fragments: int, delay: int, outer: tuple[Any, ...], optimizer: Any
+    fragments: int, delay: int, outer: tuple[Any, ...], mixing: float | None, optimizer: Any
 ) -> None:
     period, sizes = 4, [2, 4]
     batches = doubles(6, 11)
-    options = LocalSGD(period, fragments=fragments, delay=delay, outer_lr=outer[0], outer_momentum=outer[1])
+    mixing = mixing if delay else None
+    options = LocalSGD(
+        period, fragments=fragments, delay=delay, mixing=mixing, outer_lr=outer[0], outer_momentum=outer[1]
+    )
     program = planned("norm", str(options), 2)
     own = fragments_of(program)
     assert len(own) == fragments and all(own)
     results = on_workers(program, lambda worker: train(worker, batches, sizes), optimizer=optimizer)
-    expected = stream(known("norm")[0], batches, sizes, period, own, delay, 0.5 if delay else 0.0, optimizer, outer)
+    expected = stream(known("norm")[0], batches, sizes, period, own, delay, mixing, optimizer, outer)
     assert_same(results[0][1], expected, EXACT)
 
 

@@ -81,7 +81,7 @@ def test_units_that_are_in_time_do_as_a_server_does() -> None:
     for bucket, fragment in zip(stage.averaged, stage.fragments, strict=True):
         own[fragment] += bucket
     got = on_workers(program, lambda worker: train(worker, batches, [3, 4, 5, 2]))
-    assert_same(got[0][1], stream(known("norm")[0], batches, [7, 7], 4, own, 1, 0.5), EXACT)
+    assert_same(got[0][1], stream(known("norm")[0], batches, [7, 7], 4, own, 1, None), EXACT)
 
 
 def test_a_slice_crosses_the_line_once_and_is_gathered_inside() -> None:
@@ -112,7 +112,7 @@ def test_changes_travel_in_a_short_format(more: str) -> None:
     results = on_workers(program, lambda worker: (train(worker, batches, [3, 4, 5, 2]), worker.stage.state_dict()))
     stage = program.program.stages[0]
     own = [name for bucket in stage.averaged for name in bucket]
-    expected = stream(known()[0], batches, [7, 7], 2, [own], *((1, 0.5) if more else ()))
+    expected = stream(known()[0], batches, [7, 7], 2, [own], *((1, None) if more else ()))
     for _, state in results:
         for name in own:
             torch.testing.assert_close(state[name], results[0][1][name], rtol=0, atol=0)
