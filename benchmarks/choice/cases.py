@@ -44,10 +44,11 @@ MODELS = {
     "alexnet": Model(str(cases.MODELS["alexnet"][0]), "32x3x224x224"),
     "recommender": Model(str(ROOT / "examples" / "recommender.py"), sparse=True),
     "bags": Model(f"{ROOT / 'benchmarks' / 'models' / 'recommender_bags.py'}:with_sparse_gradients", sparse=True),
+    "single": Model(str(ROOT / "benchmarks" / "models" / "recommender_single.py"), sparse=True),
 }
-"""As in `benchmarks.accuracy`, but for AlexNet's images, which are those of `benchmarks.overlap`, and two more."""
+"""As in `benchmarks.accuracy`, but for AlexNet's images, which are those of `benchmarks.overlap`, and three more."""
 
-CELLS = [Cell(model, place) for place in PLACES for model in MODELS if model != "bags"]
+CELLS = [Cell(model, place) for place in PLACES for model in MODELS if model not in ("bags", "single")]
 
 
 def decision(plan: Plan) -> str:

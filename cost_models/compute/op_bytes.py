@@ -21,11 +21,14 @@ from splitc.ir.torch_ops import ops_with
 def bytes_accessed(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Any, out: Any) -> float | None:
     """Bytes that `func` reads and writes to compute `out`; None where `out` is only a view."""
     name = name_of(func)
+    if name == "_embedding_bag_backward" and out.is_sparse:  # a row a look-up, copied into .grad
+        errors, indices = args[:2]
+        return _each_once((errors, indices)) + float(3 * indices.numel() * errors.shape[-1] * errors.itemsize)
     given, made = _tensors((args, kwargs)), _tensors(out)
     storages = {_storage(each) for each in given}
     fresh = {_storage(each): each for each in made if _storage(each) not in storages}
     changes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
-    if (not fresh and not changes) or name in _FREE:
+    if (not fresh and not changes) or name.removeprefix("_") in _FREE:
         return None
     written = sum(map(_nbytes, _written(func, args, kwargs))) + sum(map(_nbytes, fresh.values()))
     return _read(name, args, given, made) + written

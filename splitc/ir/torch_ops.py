@@ -102,7 +102,7 @@ _TABLE = """
     where: torch method memory
     fill zero: memory unread
     renorm unique_consecutive unique_dim: across
-    empty_permuted empty_strided lift lift_fresh new_empty_strided resize: no_bytes
+    empty_permuted empty_strided indices lift lift_fresh new_empty_strided resize values: no_bytes
 """
 
 _NAMES: dict[str, set[str]] = {}

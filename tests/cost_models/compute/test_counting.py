@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -191,6 +192,17 @@ def test_an_embedding_reads_the_rows_it_looks_up_and_its_gradient_is_the_whole_t
     looked_up = FLOAT * 3 * 16
     assert found["embedding", False].bytes_accessed == looked_up + LONG * 3 + looked_up
     assert found["embedding_dense_backward", True].bytes_accessed == 3 * looked_up + LONG * 3 + table.weight.nbytes
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("fake", [False, True])
+def test_the_sparse_gradient_of_bags_has_a_row_for_each_look_up(mode: str, fake: bool) -> None:
+    with FakeTensorMode() if fake else nullcontext():
+        table, bags = nn.EmbeddingBag(1000, 16, mode=mode, sparse=True), torch.zeros(2, 5, dtype=torch.long)
+        found = ops(lambda: table(bags))
+    read = FLOAT * 2 * 16 + LONG * 10
+    assert found["_embedding_bag_backward", True].bytes_accessed == read + 3 * FLOAT * 10 * 16
+    assert not {"_indices", "_values"} & {name for name, _ in found}
 
 
 def test_a_lookup_of_more_rows_than_there_are_reads_no_more_than_the_table() -> None:
