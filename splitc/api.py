@@ -18,7 +18,6 @@ from splitc.deferred import DeferredProgram
 from splitc.errors import PlacementError
 from splitc.ir.autocast import require_autocast
 from splitc.ir.cluster import Cluster
-from splitc.ir.costs import COUNTED, require_counted
 from splitc.ir.pass_manager import Watcher
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
@@ -43,7 +42,6 @@ def compile(
     *,
     autocast: torch.dtype | None = None,
     batch: Batch = None,
-    costs: str = COUNTED,
     accumulate: int = 1,
     tune: float = 0.0,
     wire: Given = None,
@@ -60,9 +58,9 @@ def compile(
     target: a tensor with a row for each example, or a tuple of them; None for a loss of the output alone.
     loss: a function of (output, target), a module, or a list of them to sum; None: the model returns what holds it.
     global_batch: examples in a step over all ranks; None: the example's for each rank that reads data.
-    cluster: a known name, a TOML file or a Cluster; None: this machine, measured once.
+    cluster: a known name, a TOML file or a Cluster; None: this machine, measured once.  watch: called after each pass.
     strategy: a name, optionally with options, or a Strategy.  pins: layer pattern -> role or Placement.
-    memory: bytes that a rank may use, in place of the cluster's.  costs: "counted" are the only ones.
+    memory: bytes that a rank may use, in place of the cluster's.  plan: compile this plan instead of choosing one.
     microbatches: parts of each reader's batch, which travel while others are computed; "auto": as the strategy says.
     autocast: torch.bfloat16 or torch.float16 runs every forward under torch.autocast; parameters stay in float32.
     batch: how other tensors are divided: {"edge_index": None}, which every rank has whole, {"tokens": 1}, the dim of
@@ -74,15 +72,12 @@ def compile(
     "errors": "bf16", "gradients": "int8"}; training is approximate then.  None: as computed.
     wire_error: kinds without a format may have the one that makes steps shortest, of those that keep the relative error
     (L2) of every parameter's gradient below this, measured on batches of the example's rows on simulated ranks.
-    plan: compile this plan instead of choosing one.  watch: called after every pass.
     """
     with refusals_told(world) as call:
         model, code = _made(model)
         call.know(model, loss)
         asked = in_microbatches(parse_strategy(strategy), microbatches)
-        require_autocast(autocast)
-        require_counted(costs)
-        _require_no_plan(plan, tune, asked, (wire, wire_error))
+        _require_sense(plan, tune, asked, autocast, (wire, wire_error))
         given = world, global_batch, cluster, asked, pins or {}, memory, autocast, code, accumulate, tune
         settings = Settings(*given, parse_wire(wire), wire_error or 0.0, free_kinds(wire_error, wire))
         if example is None:
@@ -93,7 +88,11 @@ def compile(
         return made
 
 
-def _require_no_plan(plan: Plan | None, tune: float, asked: Strategy, wire: tuple[object, ...]) -> None:
+def _require_sense(
+    plan: Plan | None, tune: float, asked: Strategy, autocast: torch.dtype | None, wire: tuple[object, ...]
+) -> None:
+    """Raise for arguments that have no sense by themselves, or none together."""
+    require_autocast(autocast)
     if wire != (None, None) and plan is not None:
         raise PlacementError("the plan says in which formats numbers travel: leave out wire and wire_error")
     if not isinstance(tune, int | float) or not 0 <= tune < math.inf:

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from splitc.cli.help import epilog
 from splitc.errors import LaunchError
-from splitc.ir.costs import require_counted
 from splitc.ir.names import near_name
 from splitc.runtime.launch.options import positive as positive
 from splitc.version import __version__
@@ -247,7 +246,6 @@ def _model_options(add: Add, plan: bool = True) -> None:
     )
     _wire(add)
     add("--wire-error", type=float, metavar="E", help="approximate: in formats with errors of gradients below E: 1e-2")
-    add("--costs", type=require_counted, help=argparse.SUPPRESS)
     add(
         "--input",
         metavar="SIZES",

@@ -6,21 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from splitc.errors import CostError
-
-COUNTED = "counted"
-"""What layers are priced by: their FLOPs and bytes."""
-
-
-def require_counted(costs: str) -> str:
-    """Return `costs`; raise CostError for anything but "counted"."""
-    if costs != COUNTED:
-        raise CostError(
-            f'costs="{costs}": measured prices were removed; layers are priced by FLOPs and bytes; leave costs out, '
-            f"and calibrate the cluster's devices with `splitc calibrate -o cluster.toml`"
-        )
-    return costs
-
 
 @dataclass(frozen=True)
 class OpCost:

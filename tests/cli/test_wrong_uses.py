@@ -58,7 +58,6 @@ OPTIONS = [
     ("inspect net.py --world 0", "argument --world: '0' is not a whole number of at least 1"),
     ("inspect net.py --world 2 --clutser x", "unknown option --clutser; did you mean --cluster?"),
     ("inspect net.py --world 2 --glob 4", "unknown option --glob; "),
-    ("inspect net.py --world 2 --costs measured", 'costs="measured": ', "were removed", "splitc calibrate"),
     ("inspect net.py other.py --world 2", "'other.py' is one argument too many"),
     ("inspect net.py --world 2 --memory lots", "'lots' is no amount of memory; write 16GB, 40GiB"),
     ("inspect net.py --world 2 --global-batch 0", "argument --global-batch: '0'"),

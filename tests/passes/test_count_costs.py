@@ -5,11 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from textwrap import dedent
 
-import pytest
-from torch import nn
-
-import splitc
-from splitc.errors import CostError
 from splitc.ir.program import Program
 from splitc.passes.count_costs import CountCosts
 from tests.support.pair import analysed_pair
@@ -42,13 +37,3 @@ def test_the_graph_stays_and_the_program_given_gets_no_costs() -> None:
     after = CountCosts().run(before)
     assert printed(after) == printed(before)
     assert after.costs.keys() == {"a", "b"} and not before.costs
-
-
-def test_measured_prices_are_refused_with_what_to_use_instead_and_counted_ones_go_on() -> None:
-    def compiled(costs: str) -> object:
-        return splitc.compile(nn.Linear(3, 2), 2, loss=nn.CrossEntropyLoss(), costs=costs)
-
-    for costs in ("measured", "guessed"):
-        with pytest.raises(CostError, match=rf'costs="{costs}": .* were removed.* leave costs out.* `splitc calibrate'):
-            compiled(costs)
-    assert compiled("counted")
