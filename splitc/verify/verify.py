@@ -150,13 +150,9 @@ def verify_program(
         except Exception as error:
             notes.append(f"rounding was not measured, since the model does not run in float64 ({first_line(error)})")
     units = sorted({program.plan.unit(rank) for rank in range(world)})
+    tolerance, own_errors = max(TOLERANCES.get(precision, 1e-5), allowed), exact if is_exact else [None] * world
     comparisons = [
-        Comparison(
-            [trials[rank] for rank in unit],
-            expected[k],
-            exact[k] if is_exact else None,
-            max(TOLERANCES.get(precision, 1e-5), allowed),
-        )
+        Comparison([trials[rank] for rank in unit], expected[k], own_errors[k], tolerance)
         for k, unit in enumerate(units)
     ]
     zero = set.intersection(*({*()} if each is None else zero_gradients(each) for each in exact))
