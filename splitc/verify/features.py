@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from splitc.features import parts
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram
-from splitc.verify.replay import Replay, Trained
+from splitc.verify.replay import Replay, Unit
 
 STATISTICS = ("running_mean", "running_var")
 
@@ -26,7 +26,7 @@ class Joint:
     separates: ClassVar[bool] = False
     has_gradients: ClassVar[bool] = True
 
-    def __init__(self, program: LoweredProgram, model: nn.Module, units: Sequence[Trained]) -> None:
+    def __init__(self, program: LoweredProgram, model: nn.Module, units: Sequence[Unit]) -> None:
         self.program, self.model, self.units = program, model, units
         self.alike = set(units[0].state)
 

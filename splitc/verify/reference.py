@@ -6,49 +6,28 @@ that the ranks form, replayed call by call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from splitc.capture.example.division import examples_of
 from splitc.capture.example.example import Example
-from splitc.capture.regions.regions import own_draws
 from splitc.capture.trace.proxy import map_tree
 from splitc.capture.trace.random_calls import draw_layouts
 from splitc.capture.validate.reference_copy import CASTS, WIDE
 from splitc.codegen.rank_spec import rank_spec
 from splitc.ir.autocast import under_autocast
-from splitc.ir.program import LoweredProgram, Program
+from splitc.ir.program import Program
 from splitc.runtime.launch.trial import Trial
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom
 from splitc.verify.batches import number_of_examples
 from splitc.verify.borrowed import borrowed, converted
 from splitc.verify.features import STATISTICS, joint_of
-from splitc.verify.norm_groups import count_batches, further_calls, norm_groups, unit_examples
-from splitc.verify.replay import Replay, Trained
-
-LEARNING_RATE, MOMENTUM = 0.01, 0.9
-
-
-@dataclass(frozen=True)
-class Training:
-    """Steps to train in this process, on global batches.
-
-    period: steps in a round; each round but the first starts from the state after the step before in `states`, if any.
-    """
-
-    program: LoweredProgram
-    model: nn.Module
-    example: Example
-    batches: Sequence[Mapping[str, Tensor]]
-    local_batches: Sequence[int]
-    period: int = 1
-    states: Sequence[Mapping[str, Tensor]] = ()
+from splitc.verify.replay import Training, Unit
 
 
 def reference(training: Training) -> list[Trial]:
@@ -80,46 +59,12 @@ def loss_of_copy(program: Program, model: nn.Module, example: Example, batch: Ma
         return loss
 
 
-class _Unit(Trained):
-    """Ranks that train together, as one process on their part of the global batch: all, where there are no rounds."""
-
-    def __init__(self, training: Training, ranks: Sequence[int]) -> None:
-        program, sizes = training.program, training.local_batches
-        self.program, self._model, self._example = program, training.model, training.example
-        self.examples = unit_examples(program.plan, sizes, ranks)
-        self.groups = norm_groups(program, sizes, ranks)
-        self._further_calls = further_calls(program, self.groups)
-        self.optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-        self.trial = Trial()
-        self.keep()
-
-    def keep(self) -> None:
-        """Keep a copy of the model's state, which the next unit will change."""
-        self.state = {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
-
-    def step(self, batch: Mapping[str, Tensor], replay: Replay, gradients: bool) -> None:
-        """Train on this unit's examples.  gradients: whether they are those of the ranks."""
-        first, last = self.examples
-        batch = examples_of(self.program, batch, first, last)
-        model, example = self._model, self._example
-        self.optimizer.zero_grad()
-        with replay, own_draws(model, self.program.graph), under_autocast(model, self.program.autocast):
-            loss: Tensor = example.loss_of(example.output(model, batch), batch)
-        loss.backward()
-        self.trial.losses.append(float(loss.detach()))
-        held = {n: p.grad.to_dense().clone() for n, p in model.named_parameters() if p.grad is not None and p.numel()}
-        self.trial.gradients.append(held if gradients else {})
-        self.trial.states.append({})
-        self.optimizer.step()
-        for path, calls in self._further_calls.items():
-            count_batches(model.get_submodule(path), calls)
-
-
 def _train(training: Training) -> list[Trial]:
-    plan, model, batches, period = training.program.plan, training.model, training.batches, training.period
-    recomputed = {f"{path}.{name}" for path in rank_spec(training.program, 0).recomputed for name in STATISTICS}
-    units = [_Unit(training, ranks) for ranks in sorted({plan.unit(rank) for rank in range(plan.world)})]
-    joint = joint_of(training.program)(training.program, model, units)
+    program, model, batches, period = training.program, training.model, training.batches, training.period
+    recomputed = {f"{path}.{name}" for path in rank_spec(program, 0).recomputed for name in STATISTICS}
+    members = sorted({program.plan.unit(rank) for rank in range(program.plan.world)})
+    units = [Unit(training, ranks) for ranks in members]
+    joint = joint_of(program)(program, model, units)
     for number, first in enumerate(range(0, len(batches), period)):
         begin = training.states[first - 1] if first and training.states else units[0].state
         before = {name: begin[name].to(units[0].state[name].dtype) for name in joint.alike}

@@ -48,7 +48,8 @@ from splitc.verify.batches import draw_batches, split_batch, within_example
 from splitc.verify.comparison import TOLERANCES, Comparison, zero_gradients
 from splitc.verify.features import joint_of
 from splitc.verify.norm_groups import norm_groups
-from splitc.verify.reference import LEARNING_RATE, MOMENTUM, Training, exact_reference, loss_of_copy, reference
+from splitc.verify.reference import exact_reference, loss_of_copy, reference
+from splitc.verify.replay import LEARNING_RATE, MOMENTUM, Training
 from splitc.verify.rounding import rounding
 
 _BATCHES = 4  # on which rounding is measured

@@ -12,7 +12,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram
 from splitc.runtime.spec import Rounds
 from splitc.verify.features import STATISTICS, Joint
-from splitc.verify.replay import Trained
+from splitc.verify.replay import Unit
 
 State = dict[str, Tensor]
 
@@ -26,7 +26,7 @@ class Copies(Joint):
     what = "copies"
     separates = True
 
-    def __init__(self, program: LoweredProgram, model: nn.Module, units: Sequence[Trained]) -> None:
+    def __init__(self, program: LoweredProgram, model: nn.Module, units: Sequence[Unit]) -> None:
         super().__init__(program, model, units)
         self.alike &= _shared(model)
         sizes = [unit.examples[1] - unit.examples[0] for unit in units]

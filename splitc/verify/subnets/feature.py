@@ -21,7 +21,7 @@ from splitc.ir.subnets.neurons import find_neurons
 from splitc.runtime.seeded.draws import Label, Layout
 from splitc.runtime.spec import Neurons
 from splitc.runtime.subnets.deal import indices
-from splitc.verify.replay import Replay, Trained
+from splitc.verify.replay import Replay, Unit
 from splitc.verify.rounds.feature import Copies, State
 
 
@@ -32,9 +32,7 @@ class _Masked(Replay):
     for which it draws as for a tensor of its own.
     """
 
-    def __init__(
-        self, unit: Trained, step: int, inputs: Mapping[Tensor, Tensor], drawn: Mapping[Label, Tensor]
-    ) -> None:
+    def __init__(self, unit: Unit, step: int, inputs: Mapping[Tensor, Tensor], drawn: Mapping[Label, Tensor]) -> None:
         super().__init__(unit, step)
         self._inputs, self._drawn = inputs, drawn
 
@@ -58,7 +56,7 @@ class MaskedCopies(Copies):
     what = "masked subnets"
     has_gradients = False
 
-    def __init__(self, program: LoweredProgram, model: nn.Module, units: Sequence[Trained]) -> None:
+    def __init__(self, program: LoweredProgram, model: nn.Module, units: Sequence[Unit]) -> None:
         super().__init__(program, model, units)
         self._dealt = {name: dims for stage in program.stages for name, dims in stage.dealt.items()}
         self._drawn, self._momenta = dict(_drawn(program)), dict[Tensor, Tensor]()
