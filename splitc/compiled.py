@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,37 +14,33 @@ import torch
 from torch import Tensor, fx, nn
 
 from splitc.bounded import bounded
-from splitc.capture.example.example import LOSS, Example
+from splitc.capture.example.example import Example
 from splitc.capture.validate.behind import Behind
 from splitc.checks.batch_sizes import runs_batches_of
 from splitc.codegen.generate import generate
-from splitc.codegen.rank_weights import rank_weights, whole_state
+from splitc.codegen.rank_weights import rank_weights
 from splitc.codegen.save import require_importable, save_build
 from splitc.cost_models.calibration.hosts import require_described
-from splitc.cost_models.calibration.rank_timer import no_progress
-from splitc.cost_models.calibration.record import Seen, remember
-from splitc.cost_models.clusters.named import is_this_machine, load_cluster
-from splitc.errors import LaunchError, PlacementError
-from splitc.ir.autocast import autocast_for, under_autocast
-from splitc.ir.cluster_file import base_digest
+from splitc.cost_models.clusters.named import is_this_machine
+from splitc.errors import LaunchError
+from splitc.ir.autocast import autocast_for
 from splitc.ir.fake_mode import FakeMode
 from splitc.ir.pass_manager import Watcher
 from splitc.ir.plan import Plan
 from splitc.ir.printer import rank_graph
 from splitc.ir.program import LoweredProgram, Program
-from splitc.passes.analysis import analyse, fingerprint
+from splitc.passes.analysis import analyse
 from splitc.report.drift import expected
 from splitc.report.text import report, tried
 from splitc.runtime.launch.loader import of_rank_0
-from splitc.runtime.own_code import plain_tensors
 from splitc.runtime.parameter_groups import OptimizerFactory
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.distributed import rank_among
 from splitc.runtime.transport.meeting import Call, join, refusals_told
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
-from splitc.specialise import Settings, inserts_norm, specialise, specialised, with_norms
-from splitc.tuned import FINALISTS, tuned
+from splitc.specialise import Settings, inserts_norm, specialise, with_norms
+from splitc.tuned import Request, tuned
 from splitc.verify.batches import scaled_down
 from splitc.verify.borrowed import borrowed
 from splitc.verify.rounding import Rounding, rounding
@@ -220,15 +216,7 @@ class CompiledProgram:
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """The contents of weights.pt: `state`, the model's state_dict, and `extra`, tensors that are not in it."""
-        state = whole_state(self.program, self._model)
-        constants = dict(
-            named for root in self.program.roots for named in root.named_buffers(recurse=False)
-        )  # of no module
-        loss: dict[str, Tensor] = {}
-        if isinstance(own := self._example.loss, nn.Module):
-            loss = {**plain_tensors(own, LOSS), **dict(own.named_buffers(prefix=LOSS))}
-        buffers = {**constants, **plain_tensors(self._model), **loss, **dict(self._model.named_buffers())}
-        return {"state": state, "extra": {name: buffers[name] for name in self.program.tensors if name not in state}}
+        return self.request.weights(self.program)
 
     def worker(
         self,
@@ -260,13 +248,13 @@ class CompiledProgram:
         """
         if self._settings.tune:
             trial = partial(make, check_finite=False, live=False)
-            plan, program = tuned(self, transport, trial, self._settings.tune)
+            plan, program = tuned(self.request, transport, trial, self._settings.tune)
             self._settings = settings = replace(self._settings, tune=0.0)
             vars(self).pop("program", None), vars(self).pop("files", None)
             self._program = program or (lambda: specialise(self.analysed(), settings, plan))
             if program is not None:
                 print(tried(program.plan), flush=True)
-        program, held = of_rank_0(transport, lambda: (self.files, self.parts()), self.own)
+        program, held = of_rank_0(transport, lambda: (self.files, self.parts()), self.request.own)
         return self.followed(make(program, transport, held))
 
     def followed(self, worker: Worker) -> Worker:
@@ -283,47 +271,9 @@ class CompiledProgram:
         return CompiledProgram(program, self._model, self._example, self._settings)
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The example's, by name."""
-        return self._example.tensors
-
-    @property
-    def state(self) -> Mapping[str, Tensor]:
-        """The model's own state_dict."""
-        return self._model.state_dict()
-
-    def request(self) -> str:
-        """What its plan was chosen for: the model and its batch, the settings, the cluster as it was described."""
-        settings = replace(self._settings, cluster=None, tune=0.0)
-        cluster = base_digest(load_cluster(self._settings.cluster, learns=False))
-        return f"{fingerprint(self.analysed())} {settings} {cluster}"
-
-    def finalists(self, number: int = FINALISTS) -> list[LoweredProgram]:
-        """Programs of different plans that may be the fastest, its own first; those that fit into memory."""
-        program, own = self.analysed(), self.program
-        with under_autocast(program.root, program.autocast):
-            plans = self._settings.place(fingerprint(program)).finalists(program, number)
-        found = [own]
-        for plan in plans:
-            if plan.hash not in [each.plan.hash for each in found]:
-                with suppress(PlacementError):
-                    found.append(self.following(plan))
-        return found
-
-    def following(self, plan: Plan) -> LoweredProgram:
-        """The program of a plan."""
-        return specialised(self.analysed(), self._settings, plan, None, no_progress)
-
-    def learn(self, program: LoweredProgram, ran: Seen) -> None:
-        """Record what was measured of a program of this cluster."""
-        source = self._settings.cluster
-        path, cluster = source if isinstance(source, str | Path) else None, load_cluster(source)
-        remember(path, cluster, program.plan, ran, program.name)
-
-    @property
-    def own(self) -> dict[str, Any]:
-        """The user's model and loss, of which stages take regions in memory."""
-        return {"model": self._model, LOSS: self._example.loss}
+    def request(self) -> Request:
+        """What its plan was asked for."""
+        return Request(lambda: self.program, lambda: self.analysed(), self._settings, self._model, self._example)
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
         """The initial weights of each rank, its part of each; rank 0 also has those that no rank uses."""

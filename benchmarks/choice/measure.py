@@ -264,7 +264,7 @@ class _Runs:
         self._campaign.say(f"{self._cell}: tuning")
         case, planned = self._campaign.case(self._cell.model), self._planned
         compiled = case.compile(planned, self._cluster, global_batch=found.examples)
-        programs = compiled.finalists(settings.finalists)
+        programs = compiled.request.finalists(settings.finalists)
         write(builds, compiled, programs, [finalist_of(each) for each in programs])
         options = {"folder": str(builds), "budget": settings.tune, "momentum": self._model.momentum}
         planned_in, begin = time.monotonic() - begin, time.monotonic()

@@ -29,7 +29,7 @@ from splitc.report.text import tried
 from splitc.runtime.launch.torchrun import torchrun
 from splitc.runtime.launch.tuning import BATCH, FINALISTS, SCRIPT, take
 from splitc.runtime.tuning import Finalist
-from splitc.tuned import chosen, finalist_of, known
+from splitc.tuned import finalist_of
 
 START = 15.0  # seconds that ranks may need to start, beside what they run
 
@@ -42,16 +42,17 @@ def tune(args: argparse.Namespace) -> int:
     program = compiled(args).validated()
     require_importable(program.program, "tune")
     where = [each.name for each in hosts for _ in range(each.ranks)] if hosts else args.world * [socket.gethostname()]
-    plan = None if args.again else known(program, where)
+    asked = program.request
+    plan = None if args.again else asked.known(where)
     if plan is not None:
-        best = program.following(plan)
+        best = asked.following(plan)
     else:
         with Step(f"planning finalists of {program.program.name}", args.quiet):
-            programs = program.finalists(args.finalists)
+            programs = asked.finalists(args.finalists)
         finalists = [finalist_of(each) for each in programs]
         with tempfile.TemporaryDirectory(prefix="splitc-") as temporary:
             _run(write(Path(temporary), program, programs, finalists), programs, finalists, hosts, args)
-        best = chosen(program, programs, finalists, where)
+        best = asked.chosen(programs, finalists, where)
     made = program.of(best)
     made.save(folder)
     print(f"{tried(made.plan)}\nwrote {folder}/: {listed(made.files)}\nrun   splitc run {folder} --steps 3")
@@ -70,7 +71,7 @@ def write(
     (folder / FINALISTS).write_text(json.dumps(texts), encoding="utf-8")
     (folder / "launch.py").write_text(SCRIPT, encoding="utf-8")
     torch.save(program.weights(), folder / WEIGHTS)
-    torch.save({name: tensor.cpu() for name, tensor in program.tensors.items()}, folder / BATCH)
+    torch.save({name: tensor.cpu() for name, tensor in program.request.example.tensors.items()}, folder / BATCH)
     return folder
 
 
