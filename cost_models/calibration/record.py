@@ -227,15 +227,8 @@ def _write(path: Path, runs: Sequence[Run]) -> None:
     tables = [{key: value for key, value in asdict(run).items() if value not in ((), {})} for run in _merged(runs)]
     text = "# What ran on this cluster; splitc writes it, and fits the cluster's numbers to it.\n"
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
-        file.write(text + tomli_w.dumps({"run": _lists(tables)}))
+        file.write(text + tomli_w.dumps({"run": tables}))
     os.replace(file.name, path)
-
-
-def _lists(value: Any) -> Any:
-    """The same with lists for tuples."""
-    if isinstance(value, Mapping):
-        return {key: _lists(each) for key, each in value.items()}
-    return [_lists(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 @contextlib.contextmanager
