@@ -11,29 +11,38 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from splitc.version import __version__
+from splitc.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from splitc.api import compile
-    from splitc.compiled import CompiledProgram
-    from splitc.errors import CaptureError, CostError, InternalError, LaunchError, PlacementError, SplitcError
-    from splitc.ir.cluster import Cluster, Device, Link
-    from splitc.ir.placements import Grouping, Placement
-    from splitc.ir.plan import Plan
-    from splitc.ir.prediction import Candidate
-    from splitc.prepared import prepare
-    from splitc.strategies.auto import Auto
-    from splitc.strategies.data_parallel import DataParallel
-    from splitc.strategies.hybrid_single import HybridSingle
-    from splitc.strategies.independent_subnets import IndependentSubnets
-    from splitc.strategies.late_multiply import LateMultiply
-    from splitc.strategies.layer_separation import LayerSeparation
-    from splitc.strategies.local_sgd import LocalSGD
-    from splitc.strategies.modulo_shard import ModuloShard
-    from splitc.strategies.parameter_server import ParameterServer
-    from splitc.strategies.single_device import SingleDevice
-    from splitc.strategies.sites import Sites
-    from splitc.verify.verify import Verification
+    from splitc.api import compile as compile
+    from splitc.compiled import CompiledProgram as CompiledProgram
+    from splitc.errors import CaptureError as CaptureError
+    from splitc.errors import CostError as CostError
+    from splitc.errors import InternalError as InternalError
+    from splitc.errors import LaunchError as LaunchError
+    from splitc.errors import PlacementError as PlacementError
+    from splitc.errors import SplitcError as SplitcError
+    from splitc.ir.cluster import Cluster as Cluster
+    from splitc.ir.cluster import Device as Device
+    from splitc.ir.cluster import Link as Link
+    from splitc.ir.placements import Grouping as Grouping
+    from splitc.ir.placements import Placement as Placement
+    from splitc.ir.plan import Plan as Plan
+    from splitc.ir.prediction import Candidate as Candidate
+    from splitc.prepared import prepare as prepare
+    from splitc.strategies.auto import Auto as Auto
+    from splitc.strategies.data_parallel import DataParallel as DataParallel
+    from splitc.strategies.hybrid_single import HybridSingle as HybridSingle
+    from splitc.strategies.independent_subnets import IndependentSubnets as IndependentSubnets
+    from splitc.strategies.late_multiply import LateMultiply as LateMultiply
+    from splitc.strategies.layer_separation import LayerSeparation as LayerSeparation
+    from splitc.strategies.local_sgd import LocalSGD as LocalSGD
+    from splitc.strategies.modulo_shard import ModuloShard as ModuloShard
+    from splitc.strategies.parameter_server import ParameterServer as ParameterServer
+    from splitc.strategies.single_device import SingleDevice as SingleDevice
+    from splitc.strategies.sites import Sites as Sites
+    from splitc.verify.verify import Verification as Verification
+
 
 _MODULES = {
     "api": "compile",
@@ -59,37 +68,7 @@ _MODULES = {
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-__all__ = [
-    "Auto",
-    "Candidate",
-    "CaptureError",
-    "Cluster",
-    "CompiledProgram",
-    "CostError",
-    "DataParallel",
-    "Device",
-    "Grouping",
-    "HybridSingle",
-    "IndependentSubnets",
-    "InternalError",
-    "LateMultiply",
-    "LaunchError",
-    "LayerSeparation",
-    "Link",
-    "LocalSGD",
-    "ModuloShard",
-    "ParameterServer",
-    "Placement",
-    "PlacementError",
-    "Plan",
-    "SingleDevice",
-    "Sites",
-    "SplitcError",
-    "Verification",
-    "__version__",
-    "compile",
-    "prepare",
-]
+__all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:

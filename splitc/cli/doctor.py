@@ -10,7 +10,6 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,13 +97,10 @@ def facts(transport: Transport) -> dict[str, Any]:
     """What this rank's host has; memory and disk in bytes that are free."""
     import torch
 
+    from splitc.cli.example_input import free_memory
     from splitc.runtime.transport.devices import host
 
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        memory = 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
     return {
         "host": host(),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME") or "of the host name",
@@ -113,7 +109,7 @@ def facts(transport: Transport) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "splitc": __version__,
         "gpus": [torch.cuda.get_device_name(gpu) for gpu in gpus],
-        "memory": memory,
+        "memory": int(free_memory()),
         "disk": shutil.disk_usage(Path.cwd()).free,
     }
 

@@ -105,14 +105,14 @@ def resized(sizes: tuple[tuple[int, ...], ...], example: Any, model: nn.Module) 
 
 def require_room(nbytes: int, batch: int) -> None:
     """Raise CaptureError when this machine has no memory for an example of so many bytes and its analysis."""
-    if _COPIES * nbytes > (free := _free_memory()):
+    if _COPIES * nbytes > (free := free_memory()):
         raise CaptureError(
             f"--input: an example of {units.numbered(batch, 'row')} takes {units.nbytes(nbytes)}, its analysis "
             f"{_COPIES} times as much, and this machine has {units.nbytes(free)}; give the batch of one rank, or fewer"
         )
 
 
-def _free_memory() -> float:
+def free_memory() -> float:
     """Free bytes on this machine, within the limit of this process's control group."""
     free = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     with suppress(OSError):

@@ -104,7 +104,7 @@ def test_input_stands_in_for_an_example_that_is_not_there() -> None:
 
 @pytest.mark.parametrize("example", ["torch.randn(4, 6)", "lambda batch=4: torch.randn(batch, 6)", "None"])
 def test_the_size_of_an_example_is_asked_before_it_is_made(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitc.cli.example_input._free_memory", lambda: 1e6)
+    monkeypatch.setattr("splitc.cli.example_input.free_memory", lambda: 1e6)
     path = write(f"import torch\nmodel = torch.nn.Linear(6, 3)\nexample = {example}\n")
     assert len(load_model(path, "4x6").example.tensors) == 1
     for size in ("999999999x6", "999999999") if example != "None" else ("999999999x6",):
