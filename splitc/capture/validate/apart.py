@@ -22,6 +22,7 @@ from splitc.capture.loss_terms import LossTerms, is_aggregate, is_weighted_mean
 from splitc.capture.regions.region_flow import Couples, ran
 from splitc.capture.source_lines import first_line
 from splitc.capture.validate.reference_copy import ReferenceCopy, is_layer
+from splitc.capture.validate.rows import outer_rows, peak
 from splitc.errors import CaptureError
 from splitc.ir.elementwise import is_elementwise
 from splitc.ir.graph import has_examples, info, is_region
@@ -187,7 +188,7 @@ class Apart:
         if not isinstance(spec, TensorSpec) or spec.batch_dim is None:
             return
         outers = [
-            _outer_rows(whole, [values[k] for k in choice], order, spec, lambda: self._allowed(whole, inputs))
+            outer_rows(whole, [values[k] for k in choice], order, spec, lambda: self._allowed(whole, inputs))
             for choice, order in zip(_CHOICES, _ORDERS, strict=True)
         ]
         if all(outers):
@@ -205,7 +206,7 @@ class Apart:
 
     def _allowed(self, whole: Tensor, inputs: list[Any]) -> float:
         """The rounding error allowed in a value: also of a difference of large inputs."""
-        return self.allowed * (_peak(whole) + 1e-3 * max(map(_peak, inputs), default=0.0))
+        return self.allowed * (peak(whole) + 1e-3 * max(map(peak, inputs), default=0.0))
 
     def _reads_change(self, node: fx.Node) -> bool:
         """Whether the node reads the batch size, or what was scaled by it."""
@@ -270,42 +271,6 @@ class Apart:
             f"(use a loss that is a sum, a mean or a weighted mean over examples)",
         )
         return ""
-
-
-def _outer_rows(
-    whole: Tensor, parts: list[Tensor], order: tuple[int, ...], spec: TensorSpec, allowed: Callable[[], float]
-) -> int:
-    """1 where the parts hold the examples of the whole, 0 where they do not.
-
-    The rows of an example may be apart, (a, examples, b) flattened, of sequences that are flattened time first: then a.
-    """
-    dim = spec.batch_dim
-    assert dim is not None
-    if any(part.dim() != whole.dim() or part.shape[dim] % spec.rows for part in (whole, *parts)):
-        return 0
-    for a in range(1, spec.rows + 1):
-        if spec.rows % a:
-            continue
-        split = [x.unflatten(dim, (a, x.shape[dim] // spec.rows, spec.rows // a)) for x in (whole, *parts)]
-        joined = torch.cat(split[1:], dim + 1)
-        expected = split[0].index_select(dim + 1, torch.tensor(order, device=whole.device))
-        if joined.shape == expected.shape and _close(expected, joined, allowed):
-            return a
-    return 0
-
-
-def _close(a: Tensor, b: Tensor, allowed: Callable[[], float]) -> bool:
-    if torch.equal(a, b) or not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    same = (a == b) | (a.isnan() & b.isnan())
-    return bool((same | ((a - b).abs() <= allowed())).all())
-
-
-def _peak(value: Any) -> float:
-    """The largest finite magnitude in a tensor of floats; 0 for other values."""
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()) or not value.numel():
-        return 0.0
-    return float(torch.nan_to_num(value.abs(), 0.0, 0.0, 0.0).max())
 
 
 def _guessed(node: fx.Node) -> Tensor:

@@ -23,9 +23,10 @@ from splitc.capture.example.division import examples_of
 from splitc.capture.example.example import Example
 from splitc.capture.loss_terms import is_known
 from splitc.capture.validate.apart import EXAMPLES
+from splitc.capture.validate.compare import compare_runs
 from splitc.capture.validate.generic_data import GenericData
 from splitc.capture.validate.reference_copy import Precision, ReferenceCopy
-from splitc.capture.validate.validate import LARGE, compare_runs, run_apart, with_found
+from splitc.capture.validate.validate import LARGE, run_apart, with_found
 from splitc.ir.fake_mode import KERNELS
 from splitc.ir.graph import copy_graph, info
 from splitc.ir.program import Program, Refusal, TensorSpec
