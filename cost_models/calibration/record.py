@@ -16,7 +16,7 @@ import tomllib
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,10 @@ def seen_in(ranks: Sequence[Sequence[Step]], period: int = 1) -> Seen:
     steps = [list(step) for step in zip(*ranks, strict=True)]
     steps = steps[len(steps) % period :] or steps
     middle: Callable[[Any], float] = statistics.fmean if period > 1 else statistics.median
-    by_rank = zip(*(map(_numbers, phases(step)) for step in steps), strict=True)
+    by_rank = zip(*([astuple(of)[1:] for of in phases(step)] for step in steps), strict=True)
     own = tuple(Phases(rank, *map(middle, zip(*each, strict=True))) for rank, each in enumerate(by_rank))
     spans = [span for step in steps for under_way in transfers(step) for span in under_way]
     return Seen(middle([max(s.end - s.begin for s in step) for step in steps]), own, tuple(spans), len(steps))
-
-
-def _numbers(of: Phases) -> tuple[float, ...]:
-    return of.step, of.compute, of.waiting, of.communication, of.sent_bytes
 
 
 def remember(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -31,9 +30,10 @@ def runs_alone(file: ModelFile, autocast: torch.dtype | None) -> CaptureError | 
         where = _user_line(error)
         at = f" at {where}" if where else ""
         under = "" if autocast is None else " under autocast"
+        tensors = ", ".join(f"{name} {describe(value)}" for name, value in example.tensors.items())
         return CaptureError(
             f"{what} of {file.name} does not run on its example{under}{at}: {type(error).__name__}: {text}\n"
-            f"  example: {_described(example.tensors)}"
+            f"  example: {tensors}"
         )
     finally:
         model.zero_grad(set_to_none=True)
@@ -46,7 +46,3 @@ def _user_line(error: BaseException) -> str:
     if frame is None:
         return ""
     return f"{Path(frame.filename).name}:{frame.lineno}" + (f" ({frame.line})" if frame.line else "")
-
-
-def _described(values: Mapping[str, torch.Tensor]) -> str:
-    return ", ".join(f"{name} {describe(value)}" for name, value in values.items())

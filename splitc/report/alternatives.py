@@ -51,7 +51,8 @@ def alternatives(place: Place, program: Program, pattern: str) -> Iterator[Alter
     found = []
     for name, pin, strategy in _placements(program, place.world):
         parts = {part: None for part, value in asdict(pin).items() if value is not None}
-        inside = {each: replace(_as_placement(place.pins[each]), **parts) for each in within if each != pattern}
+        whole = {each: Placement(role=asked) if isinstance(asked, str) else asked for each, asked in place.pins.items()}
+        inside = {each: replace(whole[each], **parts) for each in within if each != pattern}
         pinned = replace(place, pins={**others, **inside, pattern: pin})
         tried = [pinned]
         if isinstance(place.strategy, Auto) and strategy in STRATEGIES:
@@ -60,10 +61,6 @@ def alternatives(place: Place, program: Program, pattern: str) -> Iterator[Alter
     if not any(each.chosen for each in found):
         yield _priced(Alternative("as chosen", Placement()), [place], program, chosen)
     yield from found
-
-
-def _as_placement(asked: str | Placement) -> Placement:
-    return Placement(role=asked) if isinstance(asked, str) else asked
 
 
 def matching_layers(program: Program, pattern: str) -> list[str]:
