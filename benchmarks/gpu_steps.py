@@ -142,7 +142,7 @@ def of_rank(program: CompiledProgram, batch: Batch, device: torch.device, **opti
     transport = NullTransport(0, program.plan, lambda tensors: None)
     transport.device = device
     weights = program.weights()
-    part = load_rank(program.files, 0, program.own)
+    part = load_rank(program.files, 0, program.request.own)
     whole = {**weights["state"], **weights["extra"]}
     worker = Worker(part, transport, whole, first_names(weights["state"]), sgd, **options)
     given = [tensor.to(device) for tensor in batch]

@@ -130,7 +130,7 @@ def compiled_step(
     def run(transport: Transport) -> tuple[float, dict[str, Tensor], dict[str, Tensor] | None]:
         weights = program.weights()
         held = {k: v.clone() for k, v in {**weights["state"], **weights["extra"]}.items()}
-        part = load_rank(program.files, transport.rank, program.own)
+        part = load_rank(program.files, transport.rank, program.request.own)
         worker = Worker(part, transport, held, first_names(weights["state"]), _sgd)
         loss = float(worker.step(*feeds[transport.rank]))
         gradients = {name: gradient.detach().clone() for name, gradient in worker.gradients().items()}

@@ -60,7 +60,7 @@ def test_what_is_stated_is_what_other_batches_show() -> None:
     assert made.plan.wire == Wire(gradients="int8")
     exact, short = made.plan.prediction.on_wire
     rows = torch.Generator().manual_seed(7)
-    images, labels = made.tensors.values()
+    images, labels = made.request.example.tensors.values()
     drawn = [torch.randint(BATCH // 2, (BATCH,), generator=rows) for _ in range(21)]
     batches = [(images[each], labels[each]) for each in drawn]
 

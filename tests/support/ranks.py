@@ -212,7 +212,7 @@ def worker_of(program: CompiledProgram, transport: Transport, optimizer: Any = s
     """The worker that `open_worker` makes of a saved build."""
     weights = program.weights()
     everything = {**weights["state"], **weights["extra"]}
-    part = load_rank(program.files, transport.rank, program.own)
+    part = load_rank(program.files, transport.rank, program.request.own)
     return Worker(part, transport, everything, first_names(weights["state"]), optimizer, **options)
 
 
