@@ -35,11 +35,10 @@ from splitc.runtime.collectives.layouts import State
 
 
 class Step:
-    """One rank's step, action by action.  begun: what it communicates, in order."""
+    """One rank's step, action by action."""
 
     def __init__(self, prices: Prices, rank: int, batch: Batch) -> None:
         self.prices, self.rank, self.program, self.plan = prices, rank, prices.program, prices.program.plan
-        self.begun: list[WireOp] = []
         self.batch, self.update, self.last = batch, batch.update, self.plan.period
         self.device = prices.cluster.device_of(rank)
         self._memory_rate = self.device.memory_bandwidth * self.device.efficiency_of("memory")  # bytes/s
@@ -295,7 +294,6 @@ class Step:
     def _begin(self, ops: Iterable[WireOp]) -> list[Transfer]:
         begun = []
         for op in ops:
-            self.begun.append(op)
             begun.append(self.prices.transfer(self.rank, op))
             leaving, self._coming[begun[-1]] = op.cast
             self._cast("encode", leaving)

@@ -19,7 +19,7 @@ from splitc.cost_models.simulation.batches import batches_of_round
 from splitc.cost_models.simulation.events import Simulation
 from splitc.cost_models.simulation.noise import Noise
 from splitc.cost_models.simulation.prices import Prices
-from splitc.cost_models.simulation.programs import Programs
+from splitc.cost_models.simulation.programs import operations_of
 from splitc.ir.cluster import Cluster
 from splitc.ir.program import LoweredProgram
 from splitc.runtime.transport.phases import Phases, Span
@@ -68,18 +68,17 @@ def simulate(
     costs_processor = any(link.processor or link.message_processor for link in links if link is not None)
     alike = tuple(range(program.plan.world)) if record or samples else representatives(program.plan, cluster)
     units = len(alike) // len(set(alike))
-    programs = Programs(Prices(program, cluster, alike), merge=not (record or costs_processor or cores))
     of_round = list(batches_of_round(program, accumulate or program.plan.accumulate))
     laps = 1 if program.plan.trains_in_units else steps  # what travels under a round belongs to another one
-    for batch in steps // laps * of_round:
-        programs.add(batch)
+    merge = not (record or costs_processor or cores)
+    programs = operations_of(Prices(program, cluster, alike), steps // laps * of_round, merge)
     marks, batches = len(of_round), sum(batch.times for batch in of_round)
     jitters = [cluster.device_of(rank).jitter for rank in range(program.plan.world)]
     several: list[Timeline] = []
     took: list[float] = []
     for sample in range(samples or 1):
         noise = [Noise(jitter, rank, sample) for rank, jitter in enumerate(jitters)] if samples else ()
-        run = Simulation(programs.operations, record, cores, laps, noise, units)
+        run = Simulation(programs, record, cores, laps, noise, units)
         ends = run.ends()
         took += [(b - a) / batches for a, b in pairwise(ends[marks - 1 :: marks])]
         settled = ends[-1] if steps == 1 else (ends[-1] - ends[marks - 1]) / (steps - 1)

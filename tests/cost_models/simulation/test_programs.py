@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import astuple, replace
 from itertools import chain, zip_longest
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ from splitc.cost_models.simulation import timeline
 from splitc.cost_models.simulation.alike import representatives
 from splitc.cost_models.simulation.batches import batches_of_round
 from splitc.cost_models.simulation.events import Simulation
-from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer, Wait
+from splitc.cost_models.simulation.operations import Operation
 from splitc.cost_models.simulation.prices import Prices
-from splitc.cost_models.simulation.programs import Programs
 from splitc.cost_models.simulation.step_operations import Step
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster, Link, Unlike
@@ -66,14 +64,14 @@ def test_what_a_program_sends_holds_and_takes_is_what_was_predicted(
         assert memory.peak <= _bound(done.program, rank, 1)
     assert_parts_of_weights(done)
     assert_phases(done.program)
-    assert_generated_once(done.program, CLUSTERS[k % len(CLUSTERS)], monkeypatch)
+    assert_units_are_alike(done.program, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [*ROUNDS, *MICROBATCHES])
 def test_rounds_and_microbatches_take_what_was_predicted(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for k, batch in enumerate((16, 19)):
-        assert_generated_once(planned(4, asked, global_batch=batch).program, CLUSTERS[k], monkeypatch)
+    for batch in (16, 19):
+        assert_units_are_alike(planned(4, asked, global_batch=batch).program, monkeypatch)
 
 
 def assert_parts_of_weights(done: CompiledProgram) -> None:
@@ -105,12 +103,8 @@ def assert_phases(program: LoweredProgram) -> None:
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
-def assert_generated_once(program: LoweredProgram, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations that are generated once for ranks of a kind are those of each, and take as long."""
-    programs = Programs(Prices(program, cluster), merge=False)
-    for batch in 2 * list(batches_of_round(program)):
-        programs.add(batch)
-    assert described(programs.operations) == described(one_by_one(program, cluster, 2))
+def assert_units_are_alike(program: LoweredProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a unit, of which one stands for all, take as long as those of each."""
     assert_simulated(program)
     for same in (*CLUSTERS[:2], toy(ranks_share_device=True, cores=2)):
         found = simulate(program, same)
@@ -151,28 +145,7 @@ def one_by_one(program: LoweredProgram, cluster: Cluster, steps: int) -> list[li
     return found
 
 
-def described(programs: list[list[Operation]]) -> list[list[Any]]:
-    """Operations as values, with transfers numbered in the order in which ranks name them."""
-    numbers: dict[Transfer, int] = {}
-
-    def of(transfer: Transfer) -> Any:
-        number = numbers.setdefault(transfer, len(numbers))
-        return number, transfer.name, transfer.parties, transfer.lines, transfer.seconds, transfer.processor
-
-    def value(each: Operation) -> Any:
-        match each:
-            case Begin(transfer, nbytes):
-                return "begin", of(transfer), nbytes
-            case Wait(transfers):
-                return "wait", tuple(map(of, transfers))
-            case Compute(name, seconds):
-                return name, seconds
-        return "mark"
-
-    return [[value(each) for each in program] for program in programs]
-
-
-def test_ranks_alike_are_generated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_of_equal_units_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     generated: list[int] = []
     usual = Step.operations
 
