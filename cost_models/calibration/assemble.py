@@ -142,7 +142,7 @@ def rounded(cluster: Cluster) -> Cluster:
     def four_digits(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
             return {key: four_digits(each, key) for key, each in value.items()}
-        if isinstance(value, list | tuple):
+        if isinstance(value, list):
             return [four_digits(each, key) for each in value]
         return float(f"{value:.4g}") if isinstance(value, float) and key != "memory" else value
 

@@ -38,19 +38,14 @@ def sends_meet_receives(program: LoweredProgram) -> list[str]:
 def _events(program: LoweredProgram) -> tuple[list[list[tuple[_Event, WireOp]]], list[_Channel]]:
     """What each rank does, in order, each with its event; and the channels, by number."""
     numbers: dict[_Channel, int] = {}
-    sums: dict[int, int] = {}  # the id of the members, of which there may be many -> the number of their channel
     wires = []
     for rank in range(program.plan.world):
         counts: dict[int, int] = defaultdict(int)
         events = []
         for op in wire(program, rank):
-            if op.kind != "collective":
-                ends = (rank, *op.ranks) if op.kind == "send" else (*op.ranks, rank)
-                number = numbers.setdefault(("message", *ends), len(numbers))
-            elif (known := sums.get(id(op.ranks))) is not None:
-                number = known
-            else:
-                number = sums[id(op.ranks)] = numbers.setdefault(("sum", *op.ranks), len(numbers))
+            ends = (rank, *op.ranks) if op.kind == "send" else (*op.ranks, rank)
+            channel = ("sum", *op.ranks) if op.kind == "collective" else ("message", *ends)
+            number = numbers.setdefault(channel, len(numbers))
             events.append(((number, counts[number]), op))
             counts[number] += 1
         wires.append(events)

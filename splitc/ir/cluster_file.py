@@ -74,6 +74,8 @@ def to_toml(cluster: Cluster) -> str:
 def to_data(cluster: Cluster) -> dict[str, Any]:
     """The tables of a cluster file; `from_data` reads them back to an equal cluster."""
     data = {key: value for key, value in asdict(cluster).items() if value not in (None, ())}
+    if cluster.unlike:
+        data["unlike"] = [{**each, "ranks": list(each["ranks"])} for each in data["unlike"]]
     for table in (data, *data.get("unlike", ())):
         table["device"] = _floats(_known(table["device"]))
         for key in {"link", "local_link", "site_link"} & table.keys():

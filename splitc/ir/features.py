@@ -61,10 +61,6 @@ class Feature:
 
     # -- prices --------------------------------------------------------------------------------------------------------
 
-    def is_apart(self, plan: Plan, rank: int) -> bool:
-        """Whether a rank does what no other one does alike."""
-        return False
-
     def is_first(self, plan: Plan, role: str, rank: int) -> bool:
         """Whether a rank of a role adds up what others send it."""
         return False

@@ -31,7 +31,6 @@ from splitc.runtime.transport.doubling import sent_bytes as doubling_sent
 
 _WIRES: WeakKeyDictionary[LoweredProgram, dict[int, tuple[WireOp, ...]]] = WeakKeyDictionary()
 _NODES: WeakKeyDictionary[PlacedProgram, dict[fx.Graph, list[tuple[fx.Node, CommOp]]]] = WeakKeyDictionary()
-_BUCKETS: WeakKeyDictionary[PlacedProgram, dict[tuple[Action, int, int], tuple[WireOp, ...]]] = WeakKeyDictionary()
 
 
 def wire(program: LoweredProgram, rank: int) -> tuple[WireOp, ...]:
@@ -80,22 +79,10 @@ def _tied(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp
     yield from carried(program.plan, op, ranks.index(rank))
 
 
-def _bucket_of_kind(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
-    """Yield what `_bucket` does, computed once for the ranks to which it is the same: one of each group of a unit."""
-    plan, stage = program.plan, program.stage(action.role)
-    group = plan.group(stage.role, rank)
-    if plan.all_reduce != "backend" or plan.sum_shares or any(feature.is_apart(plan, rank) for feature in features()):
-        yield from _bucket(program, stage, rank, action)
-        return
-    known, key = _BUCKETS.setdefault(program, {}), (action, group.index(rank), rank // plan.unit_size)
-    if key not in known:
-        known[key] = tuple(_bucket(program, stage, rank, action))
-    yield from known[key]
-
-
-def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[WireOp]:
+def _bucket(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the all-reduce of a bucket of gradients over the replicas."""
-    plan, names = program.plan, stage.bucket(action)
+    plan, stage = program.plan, program.stage(action.role)
+    names = stage.bucket(action)
     replicas = (plan.together if names[0] in stage.own_sums else plan.replicas)(stage.role, rank)
     dtype = program.tensors[names[0]].dtype
     numel = sum(numel_on(program, stage, name, rank) for name in names) + len(names) * has_own_code(stage.graph)
@@ -230,7 +217,7 @@ _AMONG: dict[Among, Callable[[LoweredProgram, int, Action], Iterator[WireOp]]] =
     Among.PAIR: _messages,
     Among.GROUP: _over_group,
     Among.STAGE: lambda program, rank, a: (op for _, op in inside(program, program.stage(a.role), rank, a)),
-    Among.REPLICAS: _bucket_of_kind,
+    Among.REPLICAS: _bucket,
     Among.HOLDERS: _tied,
     Among.OWN: _of_feature,
     Among.WORLD: _loss,

@@ -68,9 +68,6 @@ class Servers(Feature):
         if rank_program.roles == (SERVER,) and not _in_pieces(program):
             yield Action("reduce_gradients", role=SERVER)
 
-    def is_apart(self, plan: Plan, rank: int) -> bool:
-        return rank in plan.servers
-
     def updated(self, program: LoweredProgram, rank: int) -> tuple[float, Collection[str]]:
         served, servers = served_names(program), program.plan.servers
         return sum(program.tensors[name].nbytes for name in served) / len(servers) if rank in servers else 0.0, served

@@ -54,9 +54,6 @@ class Subnets(Feature):
             return None
         return slice_numel(program.tensors[name], stage.dealt[name], program.plan.world, rank)
 
-    def is_apart(self, plan: Plan, rank: int) -> bool:
-        return plan.deals
-
     def holds(self, program: LoweredProgram, rank: int) -> Iterator[tuple[tuple[int, ...], int]]:
         for stage in program.stages:  # that it owns
             owned = (program.tensors[name].nbytes for name in stage.dealt)
