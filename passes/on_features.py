@@ -5,10 +5,13 @@ y = x.gather(1, target)        features -> partial        the rank that has a ro
 y = x.sum(1)                   features -> partial        a term of the sum
 y = where(one_hot(t), a, b)    features -> features       each rank makes its part of one_hot(t)
 y = cross_entropy(x, target)   features -> replicate      sums of each row in place of all classes
+y = log_softmax(x, -1)         features -> features       likewise; logsumexp to replicate
 """
 
 from __future__ import annotations
 
+import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +22,11 @@ from splitc.ir import comm_ops
 from splitc.ir.elementwise import (
     Column,
     column_of,
+    is_of_log_softmax,
     is_view,
     leaves_last_dim,
     maps_each,
+    normaliser_of,
     reads_no_numbers,
     reduction_of,
 )
@@ -51,6 +56,8 @@ class OnFeatures:
         first, whole = next(iter(node.all_input_nodes), node), state is State.REPLICATE
         if info(first).state is State.FEATURES and whole and self._divides_classes(node):
             self._cross_entropy(node)
+        elif info(first).state is State.FEATURES and whole and normaliser_of(node) and self._is_wide(first, 6):
+            self._normalise(node, first)
         elif states == {State.FEATURES} and reads_no_numbers(node) and whole:
             update_info(node, state=state if is_size(node) else None)
         elif states == {State.FEATURES} and leaves_last_dim(node) and info(first).state is not None:
@@ -178,11 +185,14 @@ class OnFeatures:
         """Whether a cross entropy of divided logits sends less by sums, 2 f x 3 or 4 numbers for a row, than C f."""
         if node.target is not F.cross_entropy:
             return False
-        logits, target = map(tensor_spec, node.args[:2])
+        logits, target = node.args[:2]
+        of_rows = len(shape_of(logits)) == 2 and not tensor_spec(target).dtype.is_floating_point
         numbers = 8 if node.kwargs.get("label_smoothing") else 6
-        least = max(numbers + 1, self._program.plan.grouping(self._role).size)
-        of_rows = len(logits.shape) == 2 and not target.dtype.is_floating_point
-        return of_rows and logits.shape[1] >= least and node.kwargs.get("reduction") in ("mean", "sum", "none")
+        return of_rows and self._is_wide(logits, numbers) and node.kwargs.get("reduction") in ("mean", "sum", "none")
+
+    def _is_wide(self, value: Any, numbers: int) -> bool:
+        """Whether rows have more features than `numbers`, which are sent in their place, and each rank some."""
+        return shape_of(value)[-1] >= max(numbers + 1, self._program.plan.grouping(self._role).size)
 
     def _cross_entropy(self, node: fx.Node) -> None:
         """cross_entropy(logits, target)  ->  cross_entropy(logits' features, target, features=C)."""
@@ -193,6 +203,26 @@ class OnFeatures:
         node.args = (logits, self._transitions.moved(target, State.REPLICATE))
         node.target, node.kwargs = comm_ops.cross_entropy, {"features": shape_of(logits)[-1], **options}
         update_info(node, state=State.REPLICATE)
+
+    def _normalise(self, node: fx.Node, value: fx.Node) -> None:
+        """log_softmax(x)  ->  x - logsumexp(x's features, features=C); a negative log likelihood reads x itself."""
+        name, spec = normaliser_of(node), tensor_spec(node)
+        for reader in [each for each in node.users if is_of_log_softmax(each)]:
+            reader.target, reader.args = F.cross_entropy, (value, *reader.args[1:])
+        if not node.users:
+            self._graph.erase_node(node)
+            return
+        if tensor_spec(value).dtype != spec.dtype:
+            value = self._made(node, value, "to", (value, spec.dtype))
+            update_info(value, spec=replace(tensor_spec(value), dtype=spec.dtype))
+        rows = spec if name == "logsumexp" else replace(spec, shape=(*spec.shape[:-1], 1))
+        keeps = {"keepdim": True} if len(rows.shape) == len(shape_of(value)) else {}
+        made = self._made(node, node, comm_ops.logsumexp, (value,), features=shape_of(value)[-1], **keeps)
+        update_info(made, spec=rows, state=State.REPLICATE)
+        if name != "logsumexp":
+            made = self._made(node, node, operator.sub, (value, made))
+            self._on_features(made)
+        put_in_place(self._graph, node, self._made(node, node, torch.exp, (made,)) if name == "softmax" else made)
 
 
 def is_size(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import fx
 
-from splitc.ir.elementwise import column_of, leaves_last_dim, maps_each, reduction_of
+from splitc.ir.elementwise import column_of, is_of_log_softmax, leaves_last_dim, maps_each, normaliser_of, reduction_of
 from splitc.ir.graph import info, tensor_spec
 from splitc.ir.linears import as_columns, as_linear, embedding_weight, is_batch_norm
 from splitc.ir.program import Program, TensorSpec
@@ -94,6 +94,11 @@ def _sums(main: fx.Node, nodes: list[fx.Node]) -> int | None:
             if not (of_rows and node.kwargs.get("reduction") in ("mean", "sum", "none")):
                 return None
             total += 3
+        elif is_of_log_softmax(node):
+            total += 3
+        elif name := normaliser_of(node):
+            parts |= {node} if name != "logsumexp" else set()
+            total += 3 * any(not is_of_log_softmax(user) for user in node.users)  # a sum in backward too
         elif maps_each(node) or leaves_last_dim(node) or ((column := column_of(node)) and column.source is not None):
             parts.add(node)
         elif column or reduction_of(node):

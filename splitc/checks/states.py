@@ -91,7 +91,7 @@ def _needed(program: PlacedProgram, node: fx.Node, value: fx.Node, reads: set[St
         return _WHOLE if divides == "columns" else (State.FEATURES,)
     if _is_by_features(program, node):
         return _WHOLE if embedding_weight(program, node) is not None else (State.FEATURES,)
-    if node.target in (comm_ops.cross_entropy, comm_ops.pick, comm_ops.put):
+    if node.target in (comm_ops.cross_entropy, comm_ops.logsumexp, comm_ops.pick, comm_ops.put):
         return (State.FEATURES,) if value is node.args[0] else _WHOLE
     if node.target is comm_ops.scale_by_part:
         return (State.PARTIAL,)

@@ -7,6 +7,7 @@ communicates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,14 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, *, features: int, 
     return F.cross_entropy(logits, target, **options)
 
 
+def logsumexp(value: torch.Tensor, *, features: int, keepdim: bool = False) -> torch.Tensor:
+    """Compute the logsumexp of each row of `features` of which ranks have parts.
+
+    Forward all-reduces the largest of each row, then a sum; backward communicates nothing.
+    """
+    return value.logsumexp(-1, keepdim)
+
+
 def pick(value: torch.Tensor, index: torch.Tensor, *, features: int) -> torch.Tensor:
     """Take one of `features` columns of each row, zero where this rank has another part.  index: (...,) or (..., 1)."""
     index, shape = index if index.dim() == value.dim() else index.unsqueeze(-1), index.shape
@@ -217,10 +226,10 @@ def _statistics(call: Call) -> Tensors:
 
 def _of_classes(call: Call) -> Tensors:
     """The largest logit of each row, then the sums."""
-    logits, target, *_ = call.given
-    assert isinstance(logits, TensorSpec) and isinstance(target, TensorSpec), call
-    (rows,) = target.at(call.examples)
-    for numbers in (1, 3 if call.options.get("label_smoothing") else 2):
+    logits, *target = call.given
+    assert isinstance(logits, TensorSpec), call
+    rows = math.prod(logits.at(call.examples)[:-1])
+    for numbers in (1, 1 + bool(target) + bool(call.options.get("label_smoothing"))):
         yield (numbers, rows), _sum_dtype(logits.dtype)
 
 
@@ -262,7 +271,7 @@ NODES: dict[Callable[..., Any], CommOp] = {
     batch_norm: CommOp(_SUM, Among.REPLICAS, _SUM, tensors=_statistics),
     all_reduce_scalar: CommOp(_SUM, Among.REPLICAS, denominator=True),
     global_weight: CommOp(_SUM, Among.REPLICAS, denominator=True),
-    cross_entropy: CommOp(_SUM, Among.GROUP, tensors=_of_classes),
+    **dict.fromkeys((cross_entropy, logsumexp), CommOp(_SUM, Among.GROUP, tensors=_of_classes)),
     **dict.fromkeys((linear, embedding, pick, put, scale_by_part, scale_by_share, store_buffer, pull), CommOp()),
     **dict.fromkeys((dropout, uniform, normal), CommOp(draws=True)),
     push: CommOp(in_stage=False),

@@ -4,6 +4,7 @@ elementwise, casts, those that leave the last dim whole    features -> features
 one column of each row that is given other values          features -> features
 one column of each row that is taken                       features -> partial: zero where another rank has it
 sums and means along the last dim, losses of each element  features -> partial
+softmax, log_softmax; logsumexp                            features -> features; replicate
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import fx
 
 from splitc.ir import comm_ops
 from splitc.ir.graph import arguments_of, info, op_name, shape_of
-from splitc.ir.program import SizeSpec
+from splitc.ir.program import SizeSpec, TensorSpec
 from splitc.ir.torch_ops import ops_with
 
 _FUNCTIONS: frozenset[Any] = frozenset(
@@ -71,6 +72,22 @@ def reduction_of(node: fx.Node) -> str | None:
     dims = _flat([arguments_of(node, "input", "dim").get("dim")])
     along = dims in ([None], []) or any(dim % num_dims == num_dims - 1 for dim in dims)
     return op_name(node) if along else None
+
+
+def normaliser_of(node: Any) -> str | None:
+    """The name of a node that sums exponentials along the last dim: logsumexp, softmax or log_softmax; None else."""
+    if not isinstance(node, fx.Node) or op_name(node) not in ("logsumexp", "softmax", "log_softmax"):
+        return None
+    given = arguments_of(node, "input", "dim")
+    num_dims, dims = len(shape_of(given.get("input"))), _flat([given.get("dim")])
+    spec = info(node).spec
+    is_wide = isinstance(spec, TensorSpec) and spec.dtype.itemsize >= 4  # else torch rounds but once
+    return op_name(node) if num_dims > 1 and dims in ([-1], [num_dims - 1]) and is_wide else None
+
+
+def is_of_log_softmax(node: fx.Node) -> bool:
+    """Whether a node is a loss that is the cross entropy of what its log_softmax reads."""
+    return node.target is F.nll_loss and normaliser_of(node.args[0]) == "log_softmax"
 
 
 class Column(NamedTuple):

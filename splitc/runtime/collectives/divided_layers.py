@@ -48,7 +48,7 @@ class DividedLayers:
         weights = logits.new_ones(features) if weight is None else weight.to(logits.dtype)
         if label_smoothing:
             terms.append(shifted[:, :width] @ weights[first : first + width])
-        sums = self._group.transition(torch.stack(terms), Transition(State.PARTIAL, State.REPLICATE), Extents())
+        sums = self._sums(torch.stack(terms))
         log, own = sums[0].log(), weights[label].where(counted, 0)
         loss = (log - sums[1]) * own
         if label_smoothing:
@@ -57,6 +57,16 @@ class DividedLayers:
         if reduction != "none":
             loss = loss.sum() / (own.sum() if reduction == "mean" else 1)
         return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(dtype)
+
+    def logsumexp(self, value: Tensor, *, features: int, keepdim: bool = False) -> Tensor:
+        """`value.logsumexp(-1)` of rows of `features` of which each rank of the group has a part, (..., features/k)."""
+        largest = self._group.maximum(value.amax(-1, keepdim=True))
+        found = largest + self._sums((value - largest).exp().sum(-1, keepdim=True)).log()
+        return found if keepdim else found.squeeze(-1)
+
+    def _sums(self, terms: Tensor) -> Tensor:
+        """The sums of what the ranks have of each number, on all of them."""
+        return self._group.transition(terms, Transition(State.PARTIAL, State.REPLICATE), Extents())
 
     def pick(self, value: Tensor, index: Tensor, *, features: int) -> Tensor:
         """One of `features` columns of each row, of which this rank has a part: a term of the sum, zeros elsewhere.
