@@ -29,6 +29,7 @@ from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.compute.counting import OpCounter
 from splitc.errors import CaptureError
+from splitc.ir.comm_ops import linear_cross_entropy
 from splitc.ir.disk_cache import digest_of, is_off
 from splitc.ir.pass_manager import Watcher, run_pass
 from splitc.ir.program import Program
@@ -60,7 +61,16 @@ def analyse(
         now("validating")
         return _validated(program, model, laid_out, behind)
 
-    program = first_apart(example, lambda each: checked(capture(model, each, name, autocast, code, OpCounter), each))
+    def captured(laid_out: Example, chunks: bool = True) -> Program:
+        program = capture(model, laid_out, name, autocast, code, OpCounter, chunks=chunks)
+        try:
+            return checked(program, laid_out)
+        except CaptureError:
+            if not program.graph.find_nodes(op="call_function", target=linear_cross_entropy):
+                raise
+            return captured(laid_out, chunks=False)
+
+    program = first_apart(example, captured)
     if program.coupled and (program.part is not None or any(each.spec.batch_dim is None for each in program.inputs)):
         raise CaptureError(
             f"as batch=, or lists, divide the examples, a rank cannot train on its part: {program.coupled[0].why}; let "

@@ -127,6 +127,9 @@ class _Walk:
         shards = {} if linear.bias is None else {self._first[linear.bias]: 0}
         for node in (linear.node, *linear.computed):
             update_info(node, shards={self._first[linear.weight]: linear.dim} | (shards if node is linear.node else {}))
+        if linear.node.target is comm_ops.linear_cross_entropy:
+            self._features.divide_loss(linear.node, place)
+            return
         update_info(linear.node, state=State.FEATURES)
         self._transitions.settle(linear.node, State(place.state or State.FEATURES))
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from splitc.errors import PlacementError
 from splitc.ir import comm_ops
 from splitc.ir.elementwise import (
     Column,
@@ -31,6 +32,7 @@ from splitc.ir.elementwise import (
     reduction_of,
 )
 from splitc.ir.graph import info, op_name, put_in_place, rename, set_info, shape_of, tensor_spec, update_info
+from splitc.ir.placements import LayerPlacement
 from splitc.ir.program import PlacedProgram, SizeSpec, TensorSpec
 from splitc.ir.transitions import transition_of
 from splitc.passes.insert_transitions import Transitions
@@ -202,6 +204,15 @@ class OnFeatures:
         options = {key: value for key, value in node.kwargs.items() if value is not None and value != usual.get(key)}
         node.args = (logits, self._transitions.moved(target, State.REPLICATE))
         node.target, node.kwargs = comm_ops.cross_entropy, {"features": shape_of(logits)[-1], **options}
+        update_info(node, state=State.REPLICATE)
+
+    def divide_loss(self, node: fx.Node, place: LayerPlacement) -> None:
+        """linear_cross_entropy(x, weight, target=t)  ->  the same of this rank's rows of the weight, features=C."""
+        if place.state not in (None, State.REPLICATE):
+            raise PlacementError(f"{node.name} ({info(node).source}) makes a loss, so it has no state {place.state}")
+        target, features = node.kwargs["target"], shape_of(node.args[1])[0]
+        assert isinstance(target, fx.Node)
+        node.kwargs = {**node.kwargs, "target": self._transitions.moved(target, State.REPLICATE), "features": features}
         update_info(node, state=State.REPLICATE)
 
     def _normalise(self, node: fx.Node, value: fx.Node) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import fx
 
+from splitc.ir.comm_ops import linear_cross_entropy
 from splitc.ir.elementwise import column_of, is_of_log_softmax, leaves_last_dim, maps_each, normaliser_of, reduction_of
 from splitc.ir.graph import info, tensor_spec
 from splitc.ir.linears import as_columns, as_linear, embedding_weight, is_batch_norm
@@ -22,7 +23,7 @@ class Divisible:
     mains: the names of the values that its parameters are applied to.  outputs: its results, of those.
     splits: split -> (dimension of the weight that is divided, the state that it reads).
     features: its result can stay divided by features to the layer's end.  sums: numbers of each row that are summed
-    over the ranks then.
+    over the ranks then.  is_loss: it ends in a loss over classes, and has no other result.
     """
 
     mains: frozenset[str]
@@ -30,6 +31,7 @@ class Divisible:
     splits: Mapping[str, tuple[int, str]]
     features: bool
     sums: int
+    is_loss: bool
 
 
 def rows_of(spec: TensorSpec) -> int:
@@ -48,17 +50,27 @@ def divisible_kinds(program: Program, divisible: frozenset[str]) -> dict[str, Di
         main = [node for node in own if _splits(program, node)]
         if not main or any(_splits(program, node) != _splits(program, main[0]) for node in main):
             continue
-        read, one = _read(program, main[0]), len(main) == 1 and tensor_spec(main[0]).batch_dim is not None
-        of_inputs = read in own and not (maps_each(read) or leaves_last_dim(read))  # features would be priced too low
-        sums = _sums(main[0], own) if one and not of_inputs else None
+        read, outputs = [_read(program, node) for node in main], [_made(node) for node in main]
+        of_inputs = any(r in own and not (maps_each(r) or leaves_last_dim(r)) for r in read)  # would be priced too low
+        of_batch = all(spec.batch_dim is not None for spec in outputs)
+        sums = _sums(main, own) if of_batch and not of_inputs else None
         found[layer.name] = Divisible(
-            frozenset(_read(program, node).name for node in main),
-            tuple(tensor_spec(node) for node in main),
+            frozenset(node.name for node in read),
+            tuple(outputs),
             _splits(program, main[0]),
             sums is not None,
             sums or 0,
+            main[0].target is linear_cross_entropy,
         )
     return found
+
+
+def _made(node: fx.Node) -> TensorSpec:
+    """What a node makes of its parameters; of a loss over classes the logits, which are never whole."""
+    if node.target is not linear_cross_entropy:
+        return tensor_spec(node)
+    value, weight = map(tensor_spec, node.args[:2])
+    return replace(value, shape=(*value.shape[:-1], weight.shape[0]))
 
 
 def _splits(program: Program, node: fx.Node) -> dict[str, tuple[int, str]]:
@@ -82,9 +94,10 @@ def _read(program: Program, node: fx.Node) -> fx.Node:
     return value
 
 
-def _sums(main: fx.Node, nodes: list[fx.Node]) -> int | None:
-    """How many numbers of each row are summed over ranks that have parts of a result; None if some node needs all."""
-    parts, total = {main}, 0
+def _sums(mains: list[fx.Node], nodes: list[fx.Node]) -> int | None:
+    """How many numbers of each row are summed over ranks that have parts of results; None if some node needs all."""
+    parts = {node for node in mains if node.target is not linear_cross_entropy}
+    total = 3 * (len(mains) - len(parts))
     for node in nodes:
         if parts.isdisjoint(node.all_input_nodes) or info(node).copied_to_each_stage:
             continue
@@ -105,4 +118,4 @@ def _sums(main: fx.Node, nodes: list[fx.Node]) -> int | None:
             total += 1
         else:
             return None
-    return total
+    return -(-total // len(mains))

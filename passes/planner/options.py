@@ -177,7 +177,7 @@ def _results(
 
     if by_features:
         yield kept(None, "features", summing) if kind.features else kept(None, "replicate")
-        if reads != "features":
+        if reads != "features" and not kind.is_loss:
             yield from (kept(state, state) for state in ("replicate", "batch"))
         return
     yield from (kept(None, "replicate"), kept("batch", "batch"))

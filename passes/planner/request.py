@@ -248,7 +248,7 @@ class Request:
         held = tuple(replace(tensor, name="", names=()) for tensor in self.held[layer])
         used = tuple(tuple(map(tensor_spec, (*u.values, u.node))) for u in self.late.get(layer, ()))
         kind = self.dividing.get(layer)
-        divided = kind and (kind.outputs, tuple(kind.splits.items()), kind.features, kind.sums)
+        divided = kind and (kind.outputs, tuple(kind.splits.items()), kind.features, kind.sums, kind.is_loss)
         of_batch = layer == self.program.in_batch
         of_others = self.gradient_of(layer), self.shares(layer), layer in self.sparse
         return self.program.costs[layer], self.dtypes[layer], held, of_others, used, divided, of_batch

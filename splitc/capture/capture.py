@@ -26,6 +26,7 @@ from splitc.capture.regions.region_runs import Counter
 from splitc.capture.regions.regions import Regions, with_loss_module
 from splitc.capture.source_lines import first_line, line_of
 from splitc.capture.trace.batch_dims import prune_gradients, require_whole_batch, set_specs
+from splitc.capture.trace.chunks import chunk_of, join_chunks
 from splitc.capture.trace.outputs import mark, outputs_of, taken
 from splitc.capture.trace.patches import DROPPING, recorded
 from splitc.capture.trace.random_calls import locate_draws
@@ -52,12 +53,14 @@ def capture(
     code: str | None = None,
     counter: Counter | None = None,
     training: Program | None = None,
+    chunks: bool = True,
 ) -> Program:
     """Trace the model and its loss on `example` into a Program.
 
     Where that fails, the paths that libraries take under compilers (`torch.compiler.is_compiling()`) are tried; where
     both fail, the module around that line becomes a region, and the trace begins again.
     code: where the model's Python can be imported, see `OwnCode`.  counter: counts what regions compute.
+    chunks: try first whether loops over chunks of the batch are losses over classes (`trace/chunks.py`).
     autocast: the dtype of the torch.autocast that both run under; specs have the dtypes that values have there.
     training: the program of the same model, now in evaluation mode, whose layers and constants have the same names.
     Raises CaptureError with the op, the user's line and a remedy, of the trace that came further.
@@ -69,10 +72,13 @@ def capture(
     if training is not None:
         regions.found = {m.own.path: m.own for m in training.root.modules() if isinstance(m, Region)}
     while True:
-        failed = []
-        for compiling in (False, True):
+        failed: list[tuple[int, CaptureError, Failure | None]] = []
+        for joins, compiling in ((chunks, False), (False, False), (False, True)):
+            if failed and not joins and not compiling:  # it had no chunks
+                continue
             traced = with_loss_module(example) if LOSS in regions.found else example
             tracer = _tracer(traced.root(model), example.batch, regions)
+            tracer.joins = joins
             try:
                 left = _trace(tracer, regions, traced, compiling, training)
                 if training is None and (keeper := regions.keeper(left)):
@@ -80,6 +86,8 @@ def capture(
                     raise CaptureError(f"{keeper.line}: what this keeps of a batch goes into the next one")
                 return _program(tracer, regions, name or type(model).__name__, training)
             except CaptureError as error:
+                if joins and any(node.target is chunk_of for node in tracer.values):
+                    continue
                 failed.append((len(tracer.graph.nodes), error, tracer.failure))
         _, problem, failure = max(failed, key=lambda each: each[0])
         if failure is None or training is not None:
@@ -104,6 +112,7 @@ def _program(tracer: Tracer, regions: Regions, name: str, training: Program | No
     set_specs(graph, tracer.values, tracer.evaluator.probes, tracer.guards.is_linear)
     locate_draws(graph)
     _without_dead_code(graph, root)
+    chunked = join_chunks(graph, root, tracer.values)
     returned = taken(graph)
     _without_dead_code(graph, root)
     reached = prune_gradients(graph, tracer.values)
@@ -116,7 +125,7 @@ def _program(tracer: Tracer, regions: Regions, name: str, training: Program | No
         layers=(),
         tensors=_state_tensors(model, root, graph, reached),
         autocast=regions.autocast,
-        notes=(*tracer.notes, *tracer.random.notes, *regions.notes),
+        notes=(*tracer.notes, *chunked, *tracer.random.notes, *regions.notes),
         guards=tuple(tracer.guards.found),
         part=None if example.division is None else example.division.part,
         reads_mode=tracer.reads_mode or any(_has_mode(node, root) for node in graph.nodes),

@@ -43,7 +43,11 @@ def states_of(program: PlacedProgram, role: str) -> dict[fx.Node, State]:
                 found[node] = State.BATCH if cut is None or cut.entry is not None else cut.arrives
         elif transition is not None:
             found |= {node: transition.target} if reads or transition.target is State.FEATURES else {}  # of a parameter
-        elif _divides(program, node) == "columns" or _is_by_features(program, node) or node.target is comm_ops.put:
+        elif (
+            (_divides(program, node) == "columns" and not comm_ops.sums_classes(node))
+            or _is_by_features(program, node)
+            or node.target is comm_ops.put
+        ):
             found[node] = State.FEATURES
         elif (
             _divides(program, node) == "rows"
@@ -131,7 +135,8 @@ def _gradients(program: PlacedProgram, role: str) -> Iterator[str]:
 def _computes_a_part(states: Mapping[fx.Node, State], node: fx.Node) -> bool:
     transition = transition_of(node)
     parts = (State.FEATURES, State.BATCH, State.DIVIDED)
-    return transition.source is State.DIVIDED if transition is not None else states.get(node) in parts
+    is_part = states.get(node) in parts or comm_ops.sums_classes(node)
+    return transition.source is State.DIVIDED if transition is not None else is_part
 
 
 def _runs_on_features(node: fx.Node) -> bool:

@@ -19,6 +19,7 @@ from torch import fx
 from splitc.ir.program import Spec, TensorSpec
 from splitc.ir.schedule.verb import Among
 from splitc.ir.transitions import TRANSITIONS, Collective, forward_collective
+from splitc.runtime.collectives.divided_layers import chunked_cross_entropy
 from splitc.runtime.seeded.draws import Layout
 from splitc.runtime.seeded.mode import running
 
@@ -114,6 +115,16 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, *, features: int, 
     Forward all-reduces the largest logit of each row, then two sums; backward communicates nothing (LAYOUTS 3).
     """
     return F.cross_entropy(logits, target, **options)
+
+
+def linear_cross_entropy(
+    value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, features: int = 0, **options: Any
+) -> torch.Tensor:
+    """Compute the cross entropy of a linear layer's result, chunk by chunk of its rows (see `chunked_cross_entropy`).
+
+    features: the classes, where a group divides them; then it communicates as `cross_entropy` does.
+    """
+    return chunked_cross_entropy(value, weight, bias, **options)
 
 
 def logsumexp(value: torch.Tensor, *, features: int, keepdim: bool = False) -> torch.Tensor:
@@ -229,6 +240,8 @@ def _of_classes(call: Call) -> Tensors:
     logits, *target = call.given
     assert isinstance(logits, TensorSpec), call
     rows = math.prod(logits.at(call.examples)[:-1])
+    if not call.options.get("features"):
+        return
     for numbers in (1, 1 + bool(target) + bool(call.options.get("label_smoothing"))):
         yield (numbers, rows), _sum_dtype(logits.dtype)
 
@@ -271,7 +284,7 @@ NODES: dict[Callable[..., Any], CommOp] = {
     batch_norm: CommOp(_SUM, Among.REPLICAS, _SUM, tensors=_statistics),
     all_reduce_scalar: CommOp(_SUM, Among.REPLICAS, denominator=True),
     global_weight: CommOp(_SUM, Among.REPLICAS, denominator=True),
-    **dict.fromkeys((cross_entropy, logsumexp), CommOp(_SUM, Among.GROUP, tensors=_of_classes)),
+    **dict.fromkeys((cross_entropy, linear_cross_entropy, logsumexp), CommOp(_SUM, Among.GROUP, tensors=_of_classes)),
     **dict.fromkeys((linear, embedding, pick, put, scale_by_part, scale_by_share, store_buffer, pull), CommOp()),
     **dict.fromkeys((dropout, uniform, normal), CommOp(draws=True)),
     push: CommOp(in_stage=False),
@@ -295,6 +308,11 @@ OF_EXAMPLES = (*DRAWS, *DENOMINATORS, scale_by_share)
 def op_of(node: fx.Node) -> CommOp | None:
     """Return the operation that `node` is, None for other nodes."""
     return NODES.get(node.target) if callable(node.target) else None
+
+
+def sums_classes(node: fx.Node) -> bool:
+    """Whether a node has a rank's part of a loss over classes, with its weight, and gives the whole loss."""
+    return node.target is linear_cross_entropy and "features" in node.kwargs
 
 
 def finish_of(node: fx.Node) -> str:

@@ -35,9 +35,11 @@ def is_elementwise(node: fx.Node) -> bool:
 
 
 def keeps_features(node: fx.Node) -> bool:
-    """Whether a node changes the dims before the last alone, whatever the size of the last: flatten(0, -2), view_as."""
+    """Whether a node changes the dims before the last alone: flatten(0, -2), view_as."""
     if node.target in ("flatten", torch.flatten):
-        return bool(arguments_of(node, "input", "start_dim", "end_dim").get("end_dim", -1) <= -2)
+        given = arguments_of(node, "input", "start_dim", "end_dim")
+        end, num_dims = given.get("end_dim", -1), len(shape_of(given["input"]))
+        return bool(end <= -2 or 0 <= end < num_dims - 1)
     return node.target in ("view_as", "reshape_as")
 
 

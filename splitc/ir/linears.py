@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from splitc.ir import comm_ops
 from splitc.ir.elementwise import maps_each
 from splitc.ir.graph import (
     arguments_of,
@@ -95,7 +96,7 @@ def as_columns(program: Program, node: fx.Node) -> Linear | None:
 
     linear(x, normalize(W)), x @ (W / W.norm(dim=0, keepdim=True)); None where anything else reads what is computed.
     """
-    dim = int(node.target is not F.linear)
+    dim = int(node.target not in (F.linear, comm_ops.linear_cross_entropy))
     if (linear := as_linear(program, node)) is not None or (dim and op_name(node) not in ("matmul", "mm")):
         return linear
     given: tuple[Any, ...] = (*node.args, None) if dim else _operands(node)
@@ -117,10 +118,20 @@ def _features_of(program: Program, value: fx.Node, dim: int) -> tuple[str, int, 
     along = arguments_of(value, "input", *(["p"] * name.startswith("norm")), "dim").get("dim")
     along_other = name in ("norm", "normalize", "sum", "mean") and isinstance(along, int) and along % 2 != dim
     reads = [each for each in value.all_input_nodes if isinstance(info(each).spec, TensorSpec)]
-    found = [_features_of(program, each, 1 - dim if name == "t" else dim) for each in reads]
-    if not (name == "t" or maps_each(value) or along_other) or len({each and each[:2] for each in found}) != 1:
+    turned = transposed_by(value) is not None
+    found = [_features_of(program, each, 1 - dim if turned else dim) for each in reads]
+    if not (turned or maps_each(value) or along_other) or len({each and each[:2] for each in found}) != 1:
         return None
     return found[0] and (*found[0][:2], {node: None for each in found if each for node in (*each[2], value)})
+
+
+def transposed_by(node: Any) -> fx.Node | None:
+    """The matrix that a node transposes: w.t(), w.T, w.mT, w.transpose(0, 1); None of any other."""
+    if not isinstance(node, fx.Node) or len(shape_of(node)) != 2:
+        return None
+    name, is_attribute = op_name(node), node.target is getattr and node.args[1] in ("T", "mT")
+    turns = name == "t" or (name == "transpose" and set(node.args[1:]) in ({0, 1}, {-1, -2}))
+    return node.all_input_nodes[0] if turns or is_attribute else None
 
 
 def column_layers(program: Program) -> dict[str, tuple[Linear, ...]]:

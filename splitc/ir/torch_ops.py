@@ -65,7 +65,7 @@ _TABLE = """
     expand getitem movedim permute swapaxes t transpose unflatten: moved view
     chunk index_select narrow select split unbind: moved view memory
     diagonal flip repeat roll tile: moved memory
-    addmm baddbmm bmm cross_entropy vdot: reduction
+    addmm baddbmm bmm cross_entropy linear_cross_entropy vdot: reduction
     binary_cross_entropy binary_cross_entropy_with_logits: each reduction math
     bincount count_nonzero index_add kl_div nansum scatter_add: reduction memory
     full ones zeros: factory fresh memory

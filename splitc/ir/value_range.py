@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from splitc.ir import comm_ops
 from splitc.ir.graph import arguments_of, called_module, info, op_name, shape_of, tensor_spec
 from splitc.ir.program import SizeSpec
 from splitc.ir.torch_ops import ops_with
@@ -82,6 +83,8 @@ def _bound_of(value: fx.Node, user: fx.Node, root: nn.Module) -> int | None:
     if user.target in (F.cross_entropy, F.nll_loss) and len(user.args) > 1 and user.args[1] is value:
         sizes = shape_of(user.args[0])
         return sizes[min(1, len(sizes) - 1)] if sizes else None
+    if user.target is comm_ops.linear_cross_entropy and user.kwargs["target"] is value:
+        return shape_of(user.args[1])[0]
     if isinstance(module := called_module(root, user), nn.Embedding | nn.EmbeddingBag):
         return module.num_embeddings
     if op_name(user) == "getitem" and user.args[1] is value and isinstance(user.args[0], fx.Node):

@@ -4,7 +4,7 @@ Each part has the methods about one thing, under the names that generated code c
 
     CutComm         send, recv, irecv
     GroupComm       piece; start, modulo, slice_batch, shard, slice_features, copy_to_group, ...
-    DividedLayers   cross_entropy, logsumexp, embedding, pick, put, scale_by_part
+    DividedLayers   cross_entropy, linear_cross_entropy, logsumexp, embedding, pick, put, scale_by_part
     GradientComm    all_reduce, all_reduce_tied, linear, update
     LossComm        batch_norm, all_reduce_scalar, global_weight, scale_by_share, sum_loss, scaled, autocast, ...
     SeededComm      dropout, uniform, normal, seeded, own_code

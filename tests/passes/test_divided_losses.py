@@ -16,39 +16,39 @@ from splitc.ir.transitions import shard
 from tests.passes.test_heads import CLASSES, Tagger, divided, holds, numbers
 from tests.support.compiled import compiled
 
-Loss = Callable[[Any, Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Tensor, Tensor], Any]
 
 
 def nll(**options: Any) -> Loss:
     return lambda net, h, y: F.nll_loss(F.log_softmax(h, dim=-1), y, **options)
 
 
-def modules(net: Any, h: Tensor, y: Tensor) -> Tensor:
+def modules(net: Any, h: Tensor, y: Tensor) -> Any:
     return nn.NLLLoss(weight=net.rare, ignore_index=1)(nn.LogSoftmax(dim=1)(h), y)
 
 
-def gathered(net: Any, h: Tensor, y: Tensor) -> Tensor:
+def gathered(net: Any, h: Tensor, y: Tensor) -> Any:
     return -torch.log_softmax(h, 1).gather(1, y.unsqueeze(1)).mean()
 
 
-def with_entropy(net: Any, h: Tensor, y: Tensor) -> Tensor:
+def with_entropy(net: Any, h: Tensor, y: Tensor) -> Any:
     likely = h.log_softmax(-1)
     return F.nll_loss(likely, y) - 0.1 * (likely.exp() * likely).sum(-1).mean()
 
 
-def of_normaliser(net: Any, h: Tensor, y: Tensor) -> Tensor:
+def of_normaliser(net: Any, h: Tensor, y: Tensor) -> Any:
     return (torch.logsumexp(h, dim=1) - h.gather(1, y.view(-1, 1)).squeeze(1)).mean()
 
 
-def with_z(net: Any, h: Tensor, y: Tensor) -> Tensor:
+def with_z(net: Any, h: Tensor, y: Tensor) -> Any:
     return F.cross_entropy(h, y) + 0.1 * h.logsumexp(-1, keepdim=True).square().mean()
 
 
-def brier(net: Any, h: Tensor, y: Tensor) -> Tensor:
+def brier(net: Any, h: Tensor, y: Tensor) -> Any:
     return (F.softmax(h, -1) - F.one_hot(y, CLASSES)).square().sum(1).mean()
 
 
-def smoothed(net: Any, h: Tensor, y: Tensor) -> Tensor:
+def smoothed(net: Any, h: Tensor, y: Tensor) -> Any:
     return F.cross_entropy(h, y, weight=net.rare, label_smoothing=0.1, ignore_index=1)
 
 

@@ -22,6 +22,7 @@ from splitc.capture.source_lines import line_of, user_line
 from splitc.capture.trace.attributes import Attributes, identifier
 from splitc.capture.trace.batch_guards import BatchGuards
 from splitc.capture.trace.calls import Call, each_of, is_plain, normalized, require_recordable, with_sizes
+from splitc.capture.trace.chunks import chunk_of, chunks_in
 from splitc.capture.trace.constants import Constants, NotConstant
 from splitc.capture.trace.evaluate import DYNAMIC, Evaluator
 from splitc.capture.trace.inplace import functional
@@ -42,6 +43,7 @@ class Tracer:
     `evaluator`.  origin: what messages name where torch's own code was called: the model's class, or the loss.
     notes: sentences for the report.
     refusal: the first one, which counts even if the model's own `except` hides it.
+    joins: whether loops over chunks of the batch take one turn, see `chunks`.
     failure: where the trace failed first, if a region may hold it.
     """
 
@@ -56,6 +58,7 @@ class Tracer:
         self.reads_mode = False  # whether Python asked if the model trains
         self.refusal: CaptureError | None = None
         self.failure: Failure | None = None
+        self.joins = False
         self._running: list[tuple[str, nn.Module]] = [("", root)]  # path and module of each forward that is running
         self.root, self.original, self.fake = root, original, fake
         self._constants = Constants(self.values, self.attributes.real)
@@ -121,6 +124,9 @@ class Tracer:
     def _record(self, call: Call, name: str | None) -> Any:
         if (form := self.random.form(call)) is not None:
             return self.random.run(form, call)
+        if self.joins and (how := chunks_in(call)) is not None:
+            whole = Call("call_function", chunk_of, call.args[:1], how)
+            return (self._result(whole, call.args[0]._values),)
         if call.target is setattr:
             call = self.writes.data_set(call)
         self.evaluator.unrecorded(lambda: require_recordable(call))

@@ -27,6 +27,7 @@ from splitc.capture.validate.compare import compare_runs
 from splitc.capture.validate.generic_data import GenericData
 from splitc.capture.validate.reference_copy import Precision, ReferenceCopy
 from splitc.capture.validate.validate import LARGE, run_apart, with_found
+from splitc.ir.comm_ops import linear_cross_entropy
 from splitc.ir.fake_mode import KERNELS
 from splitc.ir.graph import copy_graph, info
 from splitc.ir.program import Program, Refusal, TensorSpec
@@ -122,6 +123,7 @@ def _may_wait(program: Program, model: nn.Module, example: Example) -> bool:
         and read <= LARGE
         and all(tensor.device.type == "cpu" for tensor in tensors)
         and is_known(program)
+        and not program.graph.find_nodes(op="call_function", target=linear_cross_entropy)  # which may be traced anew
         and not (any(regions(program)) or program.guards or program.part or example.is_said)
     )
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .layouts import Extents, State, Transition
 from .model_parallel import Group, feature_widths
@@ -16,39 +20,63 @@ class DividedLayers:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def cross_entropy(
+    def cross_entropy(self, logits: Tensor, target: Tensor, *, features: int, **options: Any) -> Tensor:
+        """`F.cross_entropy` of logits of which each rank of the group has a slice of the classes, `features` in all.
+
+        logits: (N, features/k).  target: (N,) class numbers, and the options the same on all ranks.  They exchange the
+        largest logit, and two sums: of exponentials and of the target's logit; a third for label smoothing.
+        """
+        return self._loss(lambda *own: _terms(logits, *own), logits.dtype, target, features, **options)
+
+    def linear_cross_entropy(
         self,
-        logits: Tensor,
-        target: Tensor,
+        value: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
         *,
+        target: Tensor,
+        features: int = 0,
+        **how: Any,
+    ) -> Tensor:
+        """`chunked_cross_entropy`, of which each rank has a slice of the classes where `features` says how many.
+
+        They exchange what `cross_entropy` does, of all rows at once.
+        """
+        if not features:
+            return chunked_cross_entropy(value, weight, bias, target=target, **how)
+        chunks, options = _chunks(value, weight, bias, **how)
+
+        def terms(place: Tensor, weights: Tensor | None) -> Tensor:
+            return torch.cat(chunks(place, lambda logits, at: _terms(logits, at, weights)), 1)
+
+        return self._loss(terms, how.get("dtype") or value.dtype, target, features, **options)
+
+    def _loss(
+        self,
+        terms_of: Callable[[Tensor, Tensor | None], Tensor],
+        dtype: torch.dtype,
+        target: Tensor,
         features: int,
         weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """`F.cross_entropy` of logits of which each rank of the group has a slice of the classes, `features` in all.
-
-        logits: (N, features/k).  target: (N,) class numbers, weight: (features,), both the same on all ranks.  They
-        exchange the largest logit, and two sums: of exponentials and of the target's logit; a third for label
-        smoothing.
-        """
-        dtype = logits.dtype
-        logits = logits.float() if dtype.itemsize < 4 else logits
+        """The loss of rows of logits in `dtype`.  terms_of: gives `_terms`."""
         first, width = self._part(features)
         counted = target != ignore_index
         label = target.where(counted, 0)
         _require_below(label, features, "target")
-        if not width:  # a rank without a class
-            logits = F.pad(logits, (0, 1), value=torch.finfo(logits.dtype).min)
-        shifted = logits - self._group.maximum(logits.amax(1)).unsqueeze(1)
-        place = label - first
-        picked = shifted.gather(1, place.clamp(0, max(width - 1, 0)).unsqueeze(1)).squeeze(1)
-        terms = [shifted.exp().sum(1), picked.where((place >= 0) & (place < width), 0)]
-        weights = logits.new_ones(features) if weight is None else weight.to(logits.dtype)
+        weights = torch.ones(features, device=target.device) if weight is None else weight
+        weights = weights.to(torch.float32 if dtype.itemsize < 4 else dtype)
+        place, own_weights = label - first, weights[first : first + width]
+        terms = terms_of(place, own_weights if label_smoothing else None)
+        largest = self._group.maximum(terms[0])
+        parts = [terms[1] * (terms[0] - largest).exp()]
+        parts.append((terms[2] - largest).where((place >= 0) & (place < width), 0))
         if label_smoothing:
-            terms.append(shifted[:, :width] @ weights[first : first + width])
-        sums = self._sums(torch.stack(terms))
+            parts.append(terms[3] - largest * own_weights.sum())
+        sums = self._sums(torch.stack(parts))
         log, own = sums[0].log(), weights[label].where(counted, 0)
         loss = (log - sums[1]) * own
         if label_smoothing:
@@ -121,6 +149,57 @@ class DividedLayers:
         """The first of `size` that this rank has, and how many."""
         widths = feature_widths(size, self._group.size)
         return sum(widths[: self._group.index]), widths[self._group.index]
+
+
+def chunked_cross_entropy(
+    value: Tensor, weight: Tensor, bias: Tensor | None = None, *, target: Tensor, **how: Any
+) -> Tensor:
+    """`F.cross_entropy(F.linear(value, weight, bias), target)` in chunks, whose logits backward computes again.
+
+    value: (..., D).  target: (N,), its rows.  how: chunks=, how many, or rows= of each; dtype= of logits; and
+    options of the loss, whose reduction is "sum" or "none".
+    """
+    chunks, options = _chunks(value, weight, bias, **how)
+    found = chunks(target, lambda logits, t: F.cross_entropy(logits, t, **options))
+    return torch.cat(found) if options["reduction"] == "none" else sum(found, found[0].new_zeros(()))
+
+
+def _chunks(
+    value: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunks: int = 0,
+    rows: int = 0,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> tuple[Callable[[Tensor, Callable[[Tensor, Tensor], Tensor]], list[Tensor]], dict[str, Any]]:
+    """A function that applies another one to each chunk's logits and numbers of rows; and the options left."""
+
+    def each(of_rows: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        def made(x: Tensor, part: Tensor) -> Tensor:
+            logits = F.linear(x, weight, bias)
+            return function(logits if dtype is None else logits.to(dtype), part)
+
+        pairs = zip(
+            *(v.chunk(chunks) if chunks else v.split(rows) for v in (value.flatten(0, -2), of_rows)), strict=True
+        )
+        return [checkpoint(made, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+
+    return each, options
+
+
+def _terms(logits: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
+    """What this rank's classes add to the cross entropy of each row, (3 or 4, N).
+
+    The largest logit, the sum of exponentials less that, the logit at `place`, and with `weights` their weighted sum.
+    """
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    width, least = logits.size(1), torch.finfo(logits.dtype).min
+    padded = logits if width else F.pad(logits, (0, 1), value=least)  # a rank without a class
+    largest = padded.detach().amax(1).clamp(min=least)
+    picked = padded.gather(1, place.clamp(0, max(width - 1, 0)).unsqueeze(1)).squeeze(1)
+    terms = [largest, (padded - largest.unsqueeze(1)).exp().sum(1), picked]
+    return torch.stack(terms if weights is None else [*terms, logits @ weights])
 
 
 def _require_below(numbers: Tensor, bound: int, what: str) -> None:

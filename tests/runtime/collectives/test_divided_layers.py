@@ -62,6 +62,32 @@ def test_value_and_gradient_are_those_of_whole_logits(name: str, group: tuple[in
     torch.testing.assert_close(torch.cat([grad for _, grad in found], 1), whole.grad, rtol=1e-11, atol=1e-11)
 
 
+@in_one
+@along(name=["sum", "none", "ignored targets", "label smoothing"], group=[(1, 11), (6, 4), (3, 11)])
+def test_chunks_of_a_linear_layer_give_the_loss_and_gradients_of_the_whole(name: str, group: tuple[int, int]) -> None:
+    size, classes = group
+    options: dict[str, Any] = {"reduction": "sum", **OPTIONS[name]}
+    _, target = problem(classes)
+    value, weight, bias = random(2, 2, 3, 5), random(3, classes, 5), random(4, classes)
+    whole = [each.clone().requires_grad_() for each in (value, weight, bias)]
+    expected = F.cross_entropy(F.linear(*whole).flatten(0, 1), target, **options)
+    expected.backward(torch.ones_like(expected))
+
+    def member(group: Group) -> list[Any]:
+        parts = (each.split(feature_widths(classes, size))[group.index] for each in (weight, bias))
+        own = [each.clone().requires_grad_() for each in (value, *parts)]
+        loss = layers_of(group).linear_cross_entropy(*own, target=target, features=classes, rows=4, **options)
+        loss.backward(torch.ones_like(loss))
+        return [loss.detach(), *(each.grad for each in own)]
+
+    losses, *grads = zip(*on_group(size, member), strict=True)
+    for loss in losses:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-11, atol=1e-11)
+    joined = (sum(grads[0]), torch.cat(grads[1]), torch.cat(grads[2]))
+    for own, each in zip(joined, whole, strict=True):
+        torch.testing.assert_close(own, each.grad, rtol=1e-11, atol=1e-11)
+
+
 EXTREME: dict[str, Callable[[Tensor], Tensor]] = {
     "masked": lambda logits: logits.index_fill(1, torch.tensor([4, 5, 9]), -torch.inf),
     "all of a rank masked": lambda logits: logits.index_fill(1, torch.arange(4, 8), -torch.inf),
