@@ -62,7 +62,7 @@ def analyse(
         return _validated(program, model, laid_out, behind)
 
     def captured(laid_out: Example, chunks: bool = True) -> Program:
-        program = capture(model, laid_out, name, autocast, code, OpCounter, chunks=chunks)
+        program = capture(model, laid_out, name, autocast, code, OpCounter, None, chunks)
         try:
             return checked(program, laid_out)
         except CaptureError:

@@ -43,11 +43,7 @@ def states_of(program: PlacedProgram, role: str) -> dict[fx.Node, State]:
                 found[node] = State.BATCH if cut is None or cut.entry is not None else cut.arrives
         elif transition is not None:
             found |= {node: transition.target} if reads or transition.target is State.FEATURES else {}  # of a parameter
-        elif (
-            (_divides(program, node) == "columns" and not comm_ops.sums_classes(node))
-            or _is_by_features(program, node)
-            or node.target is comm_ops.put
-        ):
+        elif _divides(program, node) == "columns" or _is_by_features(program, node) or node.target is comm_ops.put:
             found[node] = State.FEATURES
         elif (
             _divides(program, node) == "rows"
@@ -92,7 +88,7 @@ def _needed(program: PlacedProgram, node: fx.Node, value: fx.Node, reads: set[St
     if _is_view_of_rows(node) and reads == {State.PARTIAL}:
         return (State.PARTIAL,)
     if divides:
-        return _WHOLE if divides == "columns" else (State.FEATURES,)
+        return (State.FEATURES,) if divides == "rows" else _WHOLE
     if _is_by_features(program, node):
         return _WHOLE if embedding_weight(program, node) is not None else (State.FEATURES,)
     if node.target in (comm_ops.cross_entropy, comm_ops.logsumexp, comm_ops.pick, comm_ops.put):
@@ -156,7 +152,12 @@ def _nodes(program: PlacedProgram, role: str) -> Iterator[fx.Node]:
 
 
 def _divides(program: PlacedProgram, node: fx.Node) -> str:
-    """Return along what a linear layer's weight is divided, "columns" or "rows"; "" for any other node."""
+    """Return along what a linear layer's weight is divided, "columns" or "rows"; "" for any other node.
+
+    "classes": along its columns, by a loss over them.
+    """
+    if comm_ops.sums_classes(node):
+        return "classes"
     if (linear := as_columns(program, node)) is None:
         return ""
     reader = linear.computed[0] if linear.computed else node

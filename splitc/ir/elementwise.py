@@ -77,14 +77,23 @@ def reduction_of(node: fx.Node) -> str | None:
 
 
 def normaliser_of(node: Any) -> str | None:
-    """The name of a node that sums exponentials along the last dim: logsumexp, softmax or log_softmax; None else."""
+    """The name of a node that sums exponentials along the last dim: logsumexp, softmax or log_softmax; None else.
+
+    None too where a reader needs its whole result, so that whole logits are sent as well.
+    """
     if not isinstance(node, fx.Node) or op_name(node) not in ("logsumexp", "softmax", "log_softmax"):
         return None
     given = arguments_of(node, "input", "dim")
     num_dims, dims = len(shape_of(given.get("input"))), _flat([given.get("dim")])
     spec = info(node).spec
     is_wide = isinstance(spec, TensorSpec) and spec.dtype.itemsize >= 4  # else torch rounds but once
-    return op_name(node) if num_dims > 1 and dims in ([-1], [num_dims - 1]) and is_wide else None
+    fits = num_dims > 1 and dims in ([-1], [num_dims - 1]) and is_wide
+    return op_name(node) if fits and (op_name(node) == "logsumexp" or all(map(_reads_features, node.users))) else None
+
+
+def _reads_features(node: fx.Node) -> bool:
+    on_features = maps_each(node) or leaves_last_dim(node) or reduction_of(node) or column_of(node)
+    return bool(on_features) or node.target is F.nll_loss
 
 
 def is_of_log_softmax(node: fx.Node) -> bool:

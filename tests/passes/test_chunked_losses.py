@@ -280,5 +280,5 @@ def test_no_rank_makes_a_tensor_of_more_than_its_part_of_a_chunk(optimizer: Any)
 def test_a_plan_divides_the_classes_where_that_gains_and_the_report_says_so() -> None:
     program = compiled(Language(chunks, MANY), text(2, MANY), None, None, 4)
     assert losses_of(program) == ["features"]
-    assert "is one loss of all chunks, whose classes are computed chunk by chunk" in " ".join(program.report().split())
+    assert "is one loss of all chunks, whose logits are computed chunk by chunk" in " ".join(program.report().split())
     assert "comm.linear_cross_entropy(" in "".join(program.files.values())

@@ -84,7 +84,7 @@ def join_chunks(graph: fx.Graph, root: nn.Module, values: Values) -> list[str]:
     for node in [node for node in marks if node.target is chunk_of]:
         node.replace_all_uses_with(node.all_input_nodes[0])
         graph.erase_node(node)
-    text = "is one loss of all chunks, whose classes are computed chunk by chunk, in backward again."
+    text = "is one loss of all chunks, whose logits are computed chunk by chunk, and again in backward."
     return [f"{node.name} ({info(node).source}) {text}" for node in joined]
 
 

@@ -44,12 +44,12 @@ class DividedLayers:
         """
         if not features:
             return chunked_cross_entropy(value, weight, bias, target=target, **how)
-        chunks, options = _chunks(value, weight, bias, **how)
+        dtype, chunks = how.get("dtype", value.dtype), _chunks(value, weight, bias, how)
 
         def terms(place: Tensor, weights: Tensor | None) -> Tensor:
             return torch.cat(chunks(place, lambda logits, at: _terms(logits, at, weights)), 1)
 
-        return self._loss(terms, how.get("dtype") or value.dtype, target, features, **options)
+        return self._loss(terms, dtype, target, features, **how)
 
     def _loss(
         self,
@@ -159,21 +159,14 @@ def chunked_cross_entropy(
     value: (..., D).  target: (N,), its rows.  how: chunks=, how many, or rows= of each; dtype= of logits; and
     options of the loss, whose reduction is "sum" or "none".
     """
-    chunks, options = _chunks(value, weight, bias, **how)
-    found = chunks(target, lambda logits, t: F.cross_entropy(logits, t, **options))
-    return torch.cat(found) if options["reduction"] == "none" else sum(found, found[0].new_zeros(()))
+    chunks = _chunks(value, weight, bias, how)
+    found = chunks(target, lambda logits, t: F.cross_entropy(logits, t, **how))
+    return torch.cat(found) if how["reduction"] == "none" else sum(found, found[0].new_zeros(()))
 
 
-def _chunks(
-    value: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    chunks: int = 0,
-    rows: int = 0,
-    dtype: torch.dtype | None = None,
-    **options: Any,
-) -> tuple[Callable[[Tensor, Callable[[Tensor, Tensor], Tensor]], list[Tensor]], dict[str, Any]]:
-    """A function that applies another one to each chunk's logits and numbers of rows; and the options left."""
+def _chunks(value: Tensor, weight: Tensor, bias: Tensor | None, how: dict[str, Any]) -> Callable[..., list[Tensor]]:
+    """What applies a function to each chunk's logits and numbers of rows; takes from `how` what is not of the loss."""
+    chunks, rows, dtype = (how.pop(name, None) for name in ("chunks", "rows", "dtype"))
 
     def each(of_rows: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
         def made(x: Tensor, part: Tensor) -> Tensor:
@@ -185,7 +178,7 @@ def _chunks(
         )
         return [checkpoint(made, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
 
-    return each, options
+    return each
 
 
 def _terms(logits: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
