@@ -277,6 +277,7 @@ def test_no_rank_makes_a_tensor_of_more_than_its_part_of_a_chunk(optimizer: Any)
     assert max(largest for *_, largest in found) <= 6 * MANY // 4, found
 
 
+@pytest.mark.slow
 def test_a_plan_divides_the_classes_where_that_gains_and_the_report_says_so() -> None:
     program = compiled(Language(chunks, MANY), text(2, MANY), None, None, 4)
     assert losses_of(program) == ["features"]
