@@ -120,7 +120,7 @@ def _program(tracer: Tracer, regions: Regions, name: str, training: Program | No
         name=name,
         graph=graph,
         root=root,
-        inputs=tuple(_input(name, example, tracer) for name in example.tensors),
+        inputs=tuple(_input(name, regions, tracer) for name in example.tensors),
         batch=example.batch,
         layers=(),
         tensors=_state_tensors(model, root, graph, reached),
@@ -253,7 +253,8 @@ def _state_tensors(model: nn.Module, root: nn.Module, graph: fx.Graph, reached: 
     return found
 
 
-def _input(name: str, example: Example, tracer: Tracer) -> Input:
+def _input(name: str, regions: Regions, tracer: Tracer) -> Input:
+    example = regions.example
     tensor = example.tensors[name].detach()
     node = next(n for n in tracer.graph.nodes if n.op == "placeholder" and n.target == name)
     high, bound = None, class_bound(node, tracer.root, tensor, tracer.attributes.real)
@@ -267,6 +268,11 @@ def _input(name: str, example: Example, tracer: Tracer) -> Input:
                     f"{name} holds {max(wrong)}, out of bounds: what reads it takes numbers below {high}"
                 )
     path = example.paths[name]
+    if path[-1].startswith(("bag_starts", "bag_bounds")) and node.users and not regions.found:
+        raise CaptureError(
+            f"{'.'.join(path[:-1])} counts in equal steps in the example, as offsets of bags do, and is read as "
+            f"something else too; give an example with other numbers"
+        )
     loose = None if example.division is None else example.division.loose.get(name)
     nested = path if len(path) > 1 else None
     return Input(name, tensor_spec(node), high, path[0] in example.targets, nested, bound, loose)

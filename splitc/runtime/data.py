@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .bags import are_divided, divided
 from .errors import LaunchError
 from .nested import Path, at, parts, tensors
 from .spec import RankSpec
@@ -119,7 +120,11 @@ def _taken(items: Sequence[Any], paths: Mapping[str, Path]) -> tuple[Tensor, ...
     """The tensors at these paths.  items: the arguments in order, dicts of them by name, or the tensors themselves."""
     items = [item for item in items if any(tensors(item))]
     if len(items) == len(paths) and all(isinstance(item, Tensor) for item in items):
-        return tuple(items)
+        ends = [path[-1] for path in paths.values()]
+        if are_divided(zip(ends, items, strict=True)):
+            return tuple(items)
+        made = [divided(item, end) for item, end in zip(items, ends, strict=True)]
+        return tuple(item if own is None else own for item, own in zip(items, made, strict=True))
     arguments = dict.fromkeys(path[0] for path in paths.values())
     named = {key: part for item in items if isinstance(item, Mapping) for key, part in (parts(item) or {}).items()}
     others = (item for item in items if not isinstance(item, Mapping))
@@ -138,7 +143,10 @@ def without_targets(batch: tuple[Any, ...], spec: RankSpec) -> tuple[Any, ...]:
     """Of a batch as a step takes it, what the model's output is computed of."""
     if len(batch) == len(spec.inputs) and all(isinstance(each, Tensor) for each in batch):
         return tuple(each for each, name in zip(batch, spec.inputs, strict=True) if name in spec.predicts)
-    others = {path[0] for path in spec.paths.values()} - {spec.paths[name][0] for name in spec.predicts}
+    arguments = dict.fromkeys(path[0] for path in spec.paths.values())
+    others = set(arguments) - {spec.paths[name][0] for name in spec.predicts}
+    if len(batch) > len(arguments) - len(others):  # what the output is not computed of is among them
+        batch = tuple(each for each, name in zip(batch, arguments, strict=False) if name not in others)
     return tuple(
         {k: v for k, v in each.items() if k not in others} if isinstance(each, Mapping) else each for each in batch
     )

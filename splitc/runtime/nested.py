@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .bags import divided, whole
 from .errors import LaunchError
 
 Path = tuple[str, ...]
@@ -44,7 +45,10 @@ def at(value: Any, path: Path) -> Any:
     """What a nested value holds at a path, of lists packed too; None where it holds nothing."""
     for key in path:
         is_list = key in LISTS and isinstance(value, (list, tuple)) and len(value)
-        value = packed(value, key) if is_list else (parts(value) or {}).get(key)
+        if isinstance(value, Tensor):
+            value = divided(value, key)
+        else:
+            value = packed(value, key) if is_list else (parts(value) or {}).get(key)
     return value
 
 
@@ -67,10 +71,12 @@ def packed(value: Sequence[Any], key: str) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """A nested value with its lists again, where its tensors have values."""
+    """A nested value with its lists, and bags that offsets divide, again, where its tensors have values."""
     held = parts(value) or {}
     made = {key: unpacked(part) for key, part in held.items()}
-    first: Any = next(iter(made.values()), None)
+    key, first = next(iter(made.items()), ("", None))  # type: str, Any
+    if (bags := whole(first, key)) is not None:
+        return bags
     if made.keys() == {ROWS} and type(first) is Tensor:
         return list(first.unbind())
     if made.keys() == {VALUES, SIZES} and type(first) is Tensor:

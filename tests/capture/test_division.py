@@ -90,6 +90,18 @@ class Nodes(nn.Module):
         return self.last(h.index_add(0, edge_index[1], h[edge_index[0]]))[seeds]
 
 
+class Pairs(nn.Module):
+    """Each of some nodes against each other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+
+    def forward(self, x: Tensor, seeds: Tensor) -> Tensor:
+        h = self.first(x)[seeds]
+        return h @ h.t()
+
+
 NODES = torch.randn(9, 5), torch.randint(0, 9, (2, 20)), torch.tensor([1, 4, 2, 7, 8, 0])
 BAGS = bags([3, 1, 4, 2, 5, 2])
 NAMED = dict(zip(("indices", "offsets"), bags([3, 1, 4, 2, 5, 2], True), strict=True))
@@ -203,7 +215,8 @@ REFUSED: list[tuple[nn.Module, Any, Any, str]] = [
     (Bag(), BAGS, lambda batch, a, b: 1 / 0, "fails on example 0 of the batch: ZeroDivisionError"),
     (Bag(), BAGS, lambda batch, a, b: batch[0], "gives no tensor indices like the example's"),
     (Bag(), BAGS, lambda batch, a, b: of_bags(batch, a, min(b, 5)), r"another indices for all 6 examples, \(15,\)"),
-    (Bag(), BAGS, {"indices": None}, "as batch=, or lists, divide the examples, a rank cannot train on its part"),
+    (Bag(), BAGS, {"indices": None}, "offsets divide what is read here into bags by the data. Give bags as rows"),
+    (Pairs(), NODES[::2], {"x": None}, "as batch=, or lists, divide the examples, a rank cannot train on its part"),
     (Graphs(norm=True), graphs([3, 2, 4, 3, 5, 2]), of_graphs, "rows that BatchNorm counts follow from the data"),
     (Graphs(drop=0.5), graphs([3, 2, 4, 3, 5, 2]), of_graphs, "dropout of jagged rows"),
     (Nodes(), NODES, {"x": None, "edge": None}, "names edge, and the example has x, edge_index, seeds, target"),

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from splitc.errors import CaptureError
 from splitc.ir.program import Program
+from splitc.runtime.bags import divided
 from splitc.runtime.nested import DICTS, ROWS, SIZES, VALUES, Path, at, packed, replaced
+from splitc.runtime.nested import tensors as tensors_of
 
 Batch = Mapping[str, int | None] | Callable[[Any, int, int], Any] | None
 """Tensor -> the dim of its examples, None where it is whole on every rank; or a function of (batch, a, b)."""
@@ -104,6 +106,33 @@ def division_of(
     return replace(made, number=number, loose=loose) if loose else None
 
 
+def with_bags(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with rows for bags of one size that offsets divide, as `divided` makes them; unchanged without such."""
+    found = {path: tensor for path, tensor in tensors_of(inputs) if tensor.dim()}
+    steps = {path: int(t[..., 1].max()) for path, t in found.items() if are_offsets(t)}
+    steps = {path: n for path, n in steps.items() if torch.equal(found[path].diff(), n + 0 * found[path][..., 1:])}
+    lengths = {t.shape[-1] for path, t in found.items() if path not in steps and not t.is_floating_point()}
+    keys, sizes = dict[Path, str](), dict[int, int]()
+    for path, step in steps.items():
+        number = found[path].shape[-1]
+        kinds = [(kind, n * step) for kind, n in (("starts", number), ("bounds", number - 1)) if n * step in lengths]
+        for kind, length in kinds[:1]:
+            keys[path], sizes[length] = f"bag_{kind}_{step}", step
+    for path, tensor in found.items():
+        size = sizes.get(length := tensor.shape[-1], 1)
+        if path not in keys and size > 1 and length // size not in tensor.shape:
+            keys[path] = f"bag_rows_{size}"
+    made = {path: {key: divided(found[path], key)} for path, key in keys.items()}
+    return {name: replaced(value, made, (name,)) for name, value in inputs.items()}
+
+
+def are_offsets(tensor: Tensor) -> bool:
+    """Whether whole numbers that begin with zero and do not fall stand along the last dim."""
+    is_whole = tensor.dtype in (torch.int32, torch.int64) and tensor.device.type != "meta" and tensor.dim() > 0
+    is_long = is_whole and tensor.shape[-1] > 1 and tensor.numel() > 0
+    return is_long and not tensor[..., 0].any() and bool((tensor.diff() >= 0).all()) and bool(tensor[..., -1].all())
+
+
 def packed_lists(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with tensors of fixed number for lists of tensors or dicts, if these have an element for each example.
 
@@ -111,7 +140,8 @@ def packed_lists(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = ((name, value) for name, value in inputs.items() if isinstance(value, (list, tuple)) and value)
     lists = {name: value for name, value in found if isinstance(value[0], (Tensor, dict))}
-    is_same = len({len(value) for value in lists.values()}) == 1
+    rows = [value for value in inputs.values() if isinstance(value, Tensor)] * bool(lists)
+    is_same = len({len(value) for value in (*lists.values(), *rows)}) == 1
     return {**inputs, **({name: _packed(name, value) for name, value in lists.items()} if is_same else {})}
 
 

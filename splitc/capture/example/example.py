@@ -16,15 +16,18 @@ from torch import Tensor, nn
 from splitc.capture.example.division import (
     Batch,
     Division,
+    are_offsets,
     batches_given,
     division_of,
     of_lists,
     packed_lists,
     whole_dims,
+    with_bags,
 )
 from splitc.capture.example.loss_value import SummedLosses, losses_in, takes, total
 from splitc.capture.refusals import refuse_model, unusual
 from splitc.errors import CaptureError
+from splitc.runtime.bags import ONE_SIZE
 from splitc.runtime.nested import Path, at, replaced, tensors, unpacked
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -69,13 +72,17 @@ class Example:
         example._require_pair()
         if batch is not None:
             return example._divided(batch)
-        try:
-            return example._laid_out()
-        except CaptureError:
-            example = replace(example, inputs=packed_lists(arguments))
-            if all(example.inputs[name] is value for name, value in arguments.items()):
-                raise
-            return replace(example, division=of_lists(example.tensors, example.paths), is_said=True)
+        refused, in_rows = None, replace(example, inputs=with_bags(arguments))
+        has_bags = any(isinstance(module, nn.EmbeddingBag) for module in model.modules())
+        for given in (in_rows, example) if has_bags else (example, in_rows):
+            try:
+                return given._laid_out()
+            except CaptureError as error:
+                refused = refused or error
+        example = replace(example, inputs=packed_lists(arguments))
+        if refused and all(example.inputs[name] is value for name, value in arguments.items()):
+            raise refused
+        return replace(example, division=of_lists(example.tensors, example.paths), is_said=True)
 
     @cached_property
     def paths(self) -> dict[str, Path]:
@@ -202,6 +209,7 @@ class Example:
             raise CaptureError(
                 f"the example's tensors disagree about the batch: {listed} rows, and no other size is in all of them; "
                 f"dim 0 must be the batch, or one dim of the same size in each; batch= says how others are divided"
+                f"{f'. {ONE_SIZE}' * any(map(are_offsets, self.tensors.values()))}"
             )
         if 0 in self.tensors[next(iter(self.tensors))].shape[:1]:
             raise CaptureError("the example batch is empty; give at least one example")

@@ -32,10 +32,10 @@ class Constants:
         self.changing: dict[str, None] = {}
         self.used: set[str] = set()
 
-    def value(self, node: fx.Node) -> Any:
-        """The node's value.  Raises NotConstant."""
-        known = self._values.get(node, (None,))[0]
-        if isinstance(known, torch.device):
+    def value(self, node: fx.Node, probe: int | None = None) -> Any:
+        """The node's value, at a batch size of the trace where it depends on that.  Raises NotConstant."""
+        known = self._values.get(node, (None, None))[probe or 0]
+        if isinstance(known, torch.device) or (probe is not None and isinstance(known, (int, float))):
             return known
         if node.op == "get_attr":
             tensor = self._real(str(node.target))
@@ -45,7 +45,7 @@ class Constants:
             return tensor
         if node.op in ("placeholder", "call_module") or node.target in comm_ops.DRAWS:
             raise NotConstant(f"{node.name} differs from batch to batch")
-        return computed(node, self.value)
+        return computed(node, lambda each: self.value(each, probe))
 
     def result(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result of an operation on traced values.  Raises NotConstant."""

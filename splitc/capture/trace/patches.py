@@ -86,7 +86,8 @@ def _module_call(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set
         path = paths.get(module)
         if tracer.evaluator.busy or path is None:
             return call(module, *args, **kwargs)
-        if path in leaf_paths and not _is_changed(tracer, module):
+        has_offsets = isinstance(module, nn.EmbeddingBag) and (len(args) > 1 or kwargs.get("offsets") is not None)
+        if path in leaf_paths and not (has_offsets or _is_changed(tracer, module)):
             name = identifier(path, module) if path else type(tracer.original).__name__.lower()
             return tracer.record("call_module", path, args, kwargs, name=name)
         with tracer.running(path, module):

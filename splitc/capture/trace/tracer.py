@@ -20,6 +20,7 @@ from splitc.capture.example.example import LOSS
 from splitc.capture.refusals import DATA, Failed, Failure, Unsupported, no_python_randomness, unusual
 from splitc.capture.source_lines import line_of, user_line
 from splitc.capture.trace.attributes import Attributes, identifier
+from splitc.capture.trace.bags import with_rows
 from splitc.capture.trace.batch_guards import BatchGuards
 from splitc.capture.trace.calls import Call, each_of, is_plain, normalized, require_recordable, with_sizes
 from splitc.capture.trace.chunks import chunk_of, chunks_in
@@ -130,7 +131,7 @@ class Tracer:
         if call.target is setattr:
             call = self.writes.data_set(call)
         self.evaluator.unrecorded(lambda: require_recordable(call))
-        new = functional(normalized(call))
+        new = functional(normalized(with_rows(call, self._constants, self.record)))
         if new.target is assigned and is_assigned(new):
             return new.written
         try:
