@@ -3,7 +3,7 @@
 This pass rewrites the layers whose placement has sync "late_multiply":
 
     fc6 = classifier_1(cut0)     ->     fc6 = late_multiply(cut0, classifier_1_weight, classifier_1_bias)
-    user = users(ids)            ->     user = late_embedding(ids, users_weight)
+    user = users(ids).sum(1)     ->     user = late_embedding(ids, users_weight, pool="sum")
 
 In backward every rank gathers X and E of all ranks while it computes the layers below, then multiplies: W' = E^T X.  Of
 a table it gathers indices, and adds E to the rows that they name.
@@ -46,8 +46,10 @@ class LateMultiply(Pass[PlacedProgram, PlacedProgram]):
             with graph.inserting_before(node):
                 function = comm_ops.FUNCTIONS[use.late] if is_late else comm_ops.linear
                 new = graph.call_function(function, (use.values[0], weight, bias)[: 3 if bias else 2], options)
-            set_info(new, info(node))
-            put_in_place(graph, node, new)
+            set_info(new, info(use.output))
+            put_in_place(graph, use.output, new)
+            if use.output is not node:
+                graph.erase_node(node)
         return replace(program, graph=graph)
 
     @staticmethod

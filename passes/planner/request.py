@@ -193,7 +193,7 @@ class Request:
 
     def rows_nbytes(self, layer: str, examples: int) -> int:
         """Bytes of the rows that so many examples look up in the tables of a layer."""
-        uses = ((tensor_spec(use.values[0]).at(examples), tensor_spec(use.node)) for use in self.late[layer])
+        uses = ((tensor_spec(use.values[0]).at(examples), tensor_spec(use.output)) for use in self.late[layer])
         return sum(math.prod(shape) * spec.shape[-1] * spec.dtype.itemsize for shape, spec in uses)
 
     @cached_property
@@ -246,7 +246,7 @@ class Request:
     def _numbers(self, layer: str) -> object:
         """All that the price and the memory of a layer come from."""
         held = tuple(replace(tensor, name="", names=()) for tensor in self.held[layer])
-        used = tuple(tuple(map(tensor_spec, (*u.values, u.node))) for u in self.late.get(layer, ()))
+        used = tuple(tuple(map(tensor_spec, (*u.values, u.output))) for u in self.late.get(layer, ()))
         kind = self.dividing.get(layer)
         divided = kind and (kind.outputs, tuple(kind.splits.items()), kind.features, kind.sums, kind.is_loss)
         of_batch = layer == self.program.in_batch

@@ -48,10 +48,19 @@ def late_multiply(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def late_embedding(
-    indices: torch.Tensor, weight: torch.Tensor, *, padding_idx: int | None = None, sparse: bool = False
+    indices: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    padding_idx: int | None = None,
+    sparse: bool = False,
+    pool: str = "",
 ) -> torch.Tensor:
-    """Look up rows of a table.  Backward all-gathers indices and output errors; every rank adds them to its rows."""
-    return F.embedding(indices, weight, padding_idx, sparse=sparse)
+    """Look up rows of a table.  Backward all-gathers indices and output errors; every rank adds them to its rows.
+
+    pool: the method, sum or mean, that makes one row of those of each example.
+    """
+    rows = F.embedding(indices, weight, padding_idx, sparse=sparse)
+    return getattr(rows, pool)(1) if pool else rows
 
 
 def late_embedding_bag(

@@ -56,18 +56,25 @@ class Linear:
         """What the gradients of its parameters follow from, with the error of its output."""
         return (self.value,)
 
+    @property
+    def output(self) -> fx.Node:
+        """The node whose error travels."""
+        return self.node
+
 
 @dataclass(frozen=True)
 class Table:
     """Rows that are looked up in a table, or sums or means of bags of so many rows each.
 
     values: as of a `Linear`: the indices, and the weights of rows that are summed.  options: of the function.
+    output: as of a `Linear`: the sum or mean of the rows of each example, where nothing else reads them; else `node`.
     """
 
     node: fx.Node
     values: tuple[fx.Node, ...]
     weight: str
     options: Mapping[str, Any]
+    output: fx.Node
 
     @property
     def late(self) -> str:
@@ -174,7 +181,19 @@ def as_table(program: Program, node: fx.Node) -> Table | None:
     if not is_one_size or given.get("mode") == "max" or rows >= 2**31:  # indices travel in 32 bits
         return None
     found = ((name, given.get(name)) for name in (*names, "per_sample_weights", "padding_idx", "sparse"))
-    return Table(node, values, weight, {name: v for name, v in found if v is not None and v is not False})
+    options = {name: v for name, v in found if v is not None and v is not False}
+    reader = next(iter(node.users), node)
+    if names or len(node.users) > 1 or not _is_pooling(reader) or len(shape_of(values[0])) != 2:
+        return Table(node, values, weight, options, node)
+    return Table(node, values, weight, options | {"pool": op_name(reader)}, reader)
+
+
+def _is_pooling(node: fx.Node) -> bool:
+    """Whether a node is x.sum(1) or x.mean(1), of x (batch, rows, features)."""
+    given = arguments_of(node, "input", "dim")
+    along = given.pop("dim", None)
+    is_second = along in (1, -2) or (isinstance(along, (tuple, list)) and [*along] in ([1], [-2]))
+    return op_name(node) in ("sum", "mean") and is_second and given.keys() == {"input"} and len(node.args) < 3
 
 
 def _is_parameter(program: Program, read: Any) -> bool:
@@ -236,7 +255,7 @@ def _uses(
         if not (reads if module is None else any(True for _ in module.parameters())):
             continue
         use = known(program, node)
-        if use is None or not all(map(_is_batch_first, (node, *use.values))) or len(shape_of(node)) < 2:
+        if use is None or not all(map(_is_batch_first, (use.output, *use.values))) or len(shape_of(use.output)) < 2:
             return ()
         uses.append(use)
     return tuple(uses)
@@ -247,13 +266,13 @@ def _is_batch_first(value: fx.Node) -> bool:
     return isinstance(spec, TensorSpec) and spec.batch_dim == 0
 
 
-def factors(node: fx.Node, weight_trained: bool = True) -> list[tuple[int, torch.dtype]]:
-    """Return the numbers of an example, and their dtype, of each factor that a late-multiplied node sends.
+def factors(given: Iterable[fx.Node], output: fx.Node, weight_trained: bool = True) -> list[tuple[int, torch.dtype]]:
+    """Return the numbers of an example, and their dtype, of each factor that a late-multiplied layer sends.
 
     Its values, in the dtype of its error or, of indices, in 32 bits, where its weight is trained; and its error.
     """
-    error = tensor_spec(node)
-    values = [tensor_spec(each) for each in node.all_input_nodes if each.op != "get_attr"] if weight_trained else []
+    error = tensor_spec(output)
+    values = [tensor_spec(each) for each in given if each.op != "get_attr"] if weight_trained else []
     sizes = [spec.nbytes(1) // spec.dtype.itemsize for spec in (*values, error)]
     dtypes = [error.dtype if spec.dtype.is_floating_point or spec.dtype.is_complex else torch.int32 for spec in values]
     return list(zip(sizes, (*dtypes, error.dtype), strict=True))

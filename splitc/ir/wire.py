@@ -200,7 +200,8 @@ def _packs(program: PlacedProgram, role: str, rank: int, late: Sequence[fx.Node]
     rows: dict[torch.dtype, dict[str, int]] = {}  # dtype -> layer -> elements of one example
     for node in reversed(late):
         weight = next(each for each in node.all_input_nodes if each.op == "get_attr")
-        for numel, dtype in factors(node, program.tensors[program.first_names[str(weight.target)]].trainable):
+        trained = program.tensors[program.first_names[str(weight.target)]].trainable
+        for numel, dtype in factors(node.all_input_nodes, node, trained):
             layers = rows.setdefault(dtype, {})
             layers[info(node).layer] = layers.get(info(node).layer, 0) + numel
     for dtype, layers in rows.items():

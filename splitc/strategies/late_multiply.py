@@ -38,7 +38,7 @@ class Late(Sync):
         r, uses = division.roles[role], request.late[layer]
         kinds = busiest(request, r, division.busy)
         examples, times = r.bounds[-1], times_of(request, division, role, layer, kinds)
-        sizes = [size for use in uses for size in factors(use.node)]
+        sizes = [size for use in uses for size in factors(use.values, use.output)]
         gathered = [
             examples * sum(numel for numel, each in sizes if each is dtype) * dtype.itemsize
             for dtype in dict.fromkeys(dtype for _, dtype in sizes)

@@ -36,7 +36,7 @@ class Recommender(nn.Module):
         self.one = nn.Embedding(ROWS, WIDTH, padding_idx=0, sparse=sparse)
         self.again = nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=sparse)
         self.again.weight = self.sum.weight
-        self.fc = nn.Linear(6 * WIDTH, WIDTH)
+        self.fc = nn.Linear(7 * WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, ROWS)
         if tied:
             self.head.weight = self.one.weight
@@ -44,6 +44,7 @@ class Recommender(nn.Module):
     def forward(self, bags: Tensor, weights: Tensor) -> Tensor:
         whole, half = self.sum(bags, per_sample_weights=weights), self.sum(bags.flip(1), per_sample_weights=weights)
         read = [self.mean(bags), whole, half, self.again(bags + 1), self.one(bags[:, 0]), self.one(bags).sum(1)]
+        read.append(torch.mean(self.one(bags.flip(1)), -2))
         scores: Tensor = self.head(self.fc(torch.cat(read, 1)).relu())
         return scores
 
@@ -186,10 +187,10 @@ def test_tables_hold_in_microbatches_of_several_roles() -> None:
 
 
 @pytest.mark.slow
-def test_what_travels_are_indices_of_32_bits_and_errors_of_bags() -> None:
+def test_what_travels_are_indices_of_32_bits_and_errors_of_bags_and_of_sums_of_rows() -> None:
     found = program()
     packs = {op.dtype: op for op in wire(found.program, 0) if op.payload.what is What.LATE}
-    numbers = {torch.int32: 5 * BAG + 1, torch.float64: 2 * BAG + WIDTH * (5 + BAG + 6 + 1 + 1) + ROWS}
+    numbers = {torch.int32: 6 * BAG + 1, torch.float64: 2 * BAG + WIDTH * (7 + 7 + 1 + 1) + ROWS}
     assert {dtype: op.sent for dtype, op in packs.items()} == {
         dtype: (WORLD - 1) * BATCH * each * dtype.itemsize for dtype, each in numbers.items()
     }

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.ir.graph import copy_graph, info
-from splitc.ir.linears import as_linear, linear_layers, parameter_nodes
+from splitc.ir.linears import as_linear, as_table, linear_layers, parameter_nodes
 from splitc.ir.program import Program
 from tests.support.capturing import capture
 from tests.support.models import CLASSES, Made, made
@@ -106,3 +106,16 @@ def test_the_parameters_of_a_module_become_nodes_before_it() -> None:
         assert (bias_node is not None) == bias, bias
         order = list(graph.nodes)
         assert order.index(weight) < order.index(linear.node) and info(weight).layer == "a", bias
+
+
+def test_sums_and_means_of_an_examples_rows_are_what_is_read_of_a_table() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        twice = m.e(x)
+        read = [m.e(x).sum(1), torch.mean(m.e(x), dim=-2), m.e(x).sum(-1), m.e(x).sum(1, True).squeeze(1)]
+        return m.fc(torch.cat([*read, twice.sum(1), twice[:, 0]], 1))
+
+    model = made(run, e=nn.Embedding(9, 8), fc=nn.Linear(43, CLASSES))
+    program = captured(model, torch.randint(9, (4, 3)))
+    tables = [found for node in program.graph.nodes if (found := as_table(program, node)) is not None]
+    assert [found.options.get("pool") for found in tables] == [None, "sum", "mean", None, None]
+    assert [found.output is found.node for found in tables] == [True, False, False, True, True]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +26,24 @@ class LateMultiplyComm(Part):
         return self._late.linear(value, weight, bias, rows=rows, is_last=self.examples.is_last)
 
     def late_embedding(
-        self, indices: Tensor, weight: Tensor, *, padding_idx: int | None = None, sparse: bool = False
+        self,
+        indices: Tensor,
+        weight: Tensor,
+        *,
+        padding_idx: int | None = None,
+        sparse: bool = False,
+        pool: str = "",
     ) -> Tensor:
-        """`F.embedding` whose gradient is computed from all replicas' indices and output errors."""
-        look_up, rows = partial(F.embedding, padding_idx=padding_idx, sparse=sparse), self._rows(indices.numel())
+        """`F.embedding` whose gradient is computed from all replicas' indices and output errors.
+
+        pool: sum or mean, of the rows of each example: then the errors of these travel.
+        """
+
+        def look_up(rows: Tensor, table: Tensor) -> Tensor:
+            found = F.embedding(rows, table, padding_idx=padding_idx, sparse=sparse)
+            return getattr(found, pool)(1) if pool else found
+
+        rows = self._rows(len(indices) if pool else indices.numel())
         return self._late.table(look_up, weight, indices, rows=rows, is_last=self.examples.is_last)
 
     def late_embedding_bag(
