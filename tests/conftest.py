@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Callable, Generator
+import tempfile
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.forked import as_executable, program
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -57,6 +60,28 @@ torch.set_num_threads(1)  # simulated ranks are threads already; more of them fi
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def forking() -> Iterator[Path]:
+    """A program that starts Python processes at once, for `as_executable`."""
+    with tempfile.TemporaryDirectory(prefix="splitc-") as folder, program(Path(folder)) as path:
+        yield path
+
+
+@pytest.fixture
+def forked(forking: Path) -> Iterator[None]:
+    """Let Python processes start at once."""
+    with as_executable(forking):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _started(request: pytest.FixtureRequest) -> None:
+    """Tests with real processes fork them, but those that say `from_scratch`, and those on a GPU."""
+    marked = {mark.name for mark in request.node.iter_markers()}
+    if "processes" in marked and not marked & {"from_scratch", "gpu"}:
+        request.getfixturevalue("forked")
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ for strategy in ("data_parallel", "auto"):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("feature", STRATEGIES)
 def test_without_its_folders_and_its_lines_the_rest_compiles_and_trains(feature: str, tmp_path: Path) -> None:
     gone = [feature, *NEEDED_BY.get(feature, [])]

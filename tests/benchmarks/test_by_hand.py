@@ -14,6 +14,7 @@ from benchmarks.session_rank import sgd
 from examples import recommender
 from tests.benchmarks.by_hand_rank import batches, clicks, tables, undropped
 from tests.benchmarks.testbeds import OnLoopback
+from tests.support.forked import as_executable
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -22,8 +23,8 @@ SCRIPTS = [("ddp", {}), ("late_multiply", {}), ("rows", {}), *(("separation", {"
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with OnLoopback(3) as testbed, Session(testbed, "tests.benchmarks.by_hand_rank") as session:
+def session(forking: Path) -> Iterator[Session]:
+    with as_executable(forking), OnLoopback(3) as testbed, Session(testbed, "tests.benchmarks.by_hand_rank") as session:
         yield session  # three ranks divide neither 1024 features nor 1000 classes
 
 

@@ -149,6 +149,7 @@ def test_the_plans_of_a_cell_are_distinct_and_of_one_global_batch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_plans_are_tuned_and_measured_on_a_testbed_and_one_that_fails_is_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_small_campaign_measures_every_cell_and_writes_what_the_table_is_made_
 
 
 @pytest.mark.slow
+@pytest.mark.from_scratch
 @pytest.mark.usefixtures("can_have_a_testbed")
 def test_a_session_that_is_stopped_by_ctrl_c_leaves_no_process_no_network_and_no_file(tmp_path: Path) -> None:
     script = f"""

@@ -132,6 +132,7 @@ def test_pins_of_parts_make_a_mixture(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_reader_that_goes_away_is_no_error() -> None:
     command = [sys.executable, "-m", "splitc.cli", "inspect", "net.py", "--world", "2", "--cluster", "v100-10gbe", "-q"]
     process = subprocess.Popen(
@@ -283,6 +284,7 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.from_scratch
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see whether a process is left")
 def test_run_trains_and_ctrl_c_ends_all_ranks_without_a_traceback(capsys: Capture) -> None:
     splitc(capsys, "compile net.py --world 2 --strategy data_parallel -o build")

@@ -130,6 +130,7 @@ def test_an_error_of_several_hosts_is_shown_once_and_ends_all(build: Path, hosts
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.from_scratch
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_runs_on_when_splitc_is_interrupted_or_killed(build: Path, hosts: Path, number: int) -> None:
     process = start(build, hosts, "--hosts", ",".join(ADDRESSES), "--steps", 1000000)

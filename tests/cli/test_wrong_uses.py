@@ -416,6 +416,7 @@ def test_a_full_disk_is_no_bug_of_ours(capsys: Capture, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -23,6 +23,7 @@ def made(strategy: str, world: int, model: nn.Module, data: tuple[Tensor, Tensor
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_subnets_train_evaluate_and_export_a_model_that_exceeds_the_limit_of_a_rank(tmp_path: Path) -> None:
     hidden = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())]
     model = nn.Sequential(nn.Linear(32, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), *hidden, nn.Linear(WIDTH, 4))

@@ -25,7 +25,7 @@ for job in $(jobs -p); do wait "$job" || exit 1; done
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def home(tmp_path_factory: pytest.TempPathFactory, forking: Path) -> Iterator[Path]:
     """A folder with a build, and with stand-ins that lead to two hosts."""
     folder = tmp_path_factory.mktemp("home")
     program().save(folder / "build")
@@ -35,8 +35,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         lines = [f'{place.format(k=k)} ip netns exec {name} "$@" &' for k, name in enumerate(hosts)]
         (folder / "srun").write_text(SRUN.format(lines="\n".join(lines)))
         (folder / "scontrol").write_text(f'#!/bin/bash\nprintf "%s\\n" {" ".join(ADDRESSES)}\n')
-        (folder / "torchrun").write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-        (folder / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+        (folder / "torchrun").write_text(f'#!/bin/bash\nexec {forking} -m torch.distributed.run "$@"\n')
+        (folder / "python").write_text(f'#!/bin/bash\nexec {forking} "$@"\n')
         for name in ("srun", "scontrol", "torchrun", "python"):
             (folder / name).chmod(0o755)
         yield folder

@@ -17,6 +17,7 @@ from splitc.runtime.launch.torchrun import torchrun
 from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.every_strategy import Small, images, planned
+from tests.support.forked import as_executable
 from tests.support.ranks import assert_same, on_workers, part_of
 
 WORLD, STEPS = 2, 3
@@ -114,12 +115,13 @@ def given() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory, given: dict[str, Any]) -> list[dict[str, Any]]:
+def oracle(tmp_path_factory: pytest.TempPathFactory, given: dict[str, Any], forking: Path) -> list[dict[str, Any]]:
     """What every rank has after PyTorch's own training."""
     folder: Path = tmp_path_factory.mktemp("oracle")
     (folder / "oracle.py").write_text(SCRIPT)
     torch.save(given, folder / "given.pt")
-    done = torchrun([str(folder / "oracle.py"), str(folder)], WORLD, quiet=True)
+    with as_executable(forking):
+        done = torchrun([str(folder / "oracle.py"), str(folder)], WORLD, quiet=True)
     assert done.returncode == 0, done.stderr
     return [torch.load(folder / f"result{rank}.pt", weights_only=True) for rank in range(WORLD)]
 

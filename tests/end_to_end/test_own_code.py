@@ -186,6 +186,7 @@ def test_a_build_says_whose_code_it_runs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_a_saved_build_imports_the_users_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     torch.manual_seed(0)

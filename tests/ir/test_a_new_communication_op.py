@@ -41,5 +41,6 @@ def test_the_patch_touches_the_table_the_runtime_and_a_pass() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_an_op_of_a_row_a_method_and_its_insertion_is_written_priced_and_counted(tmp_path: Path) -> None:
     run_patched(PATCH, COUNT, tmp_path)

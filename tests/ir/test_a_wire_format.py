@@ -30,5 +30,6 @@ def test_the_patch_touches_the_table() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_format_of_the_table_is_sent_counted_and_priced(tmp_path: Path) -> None:
     run_patched(PATCH, COUNT, tmp_path)

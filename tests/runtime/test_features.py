@@ -33,6 +33,7 @@ def trained(folder: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_without_the_folders_of_the_features_and_their_lines_data_parallelism_trains_the_same(tmp_path: Path) -> None:
     _, program = plain("data_parallel")
     runs = []

@@ -66,6 +66,7 @@ def test_an_export_that_breaks_off_leaves_the_file_that_was_there(
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_no_rank_holds_more_than_its_part_while_a_build_is_loaded_and_exported(tmp_path: Path) -> None:
     width = 2048
     hidden = [module for _ in range(12) for module in (nn.Linear(width, width), nn.ReLU())]

@@ -29,5 +29,6 @@ def test_the_patch_touches_the_file_of_the_strategy_and_the_registry() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_strategy_of_one_file_and_one_line_compiles_verifies_and_is_compared(tmp_path: Path) -> None:
     run_patched(PATCH, VERIFY, tmp_path)

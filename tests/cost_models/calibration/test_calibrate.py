@@ -694,6 +694,7 @@ def test_under_torchrun_separate_ranks_are_measured_and_only_rank_0_prints(tmp_p
 
 
 @pytest.mark.processes
+@pytest.mark.from_scratch
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     process = started("-o", "mine.toml", "--budget", 100, "--ranks", 2, folder=tmp_path)
