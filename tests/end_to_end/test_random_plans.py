@@ -13,15 +13,13 @@ from splitc.runtime.transport.base import Transport
 from tests.support.random_plans import Outcome, outcome, random_case
 from tests.support.sampling import sampled
 
-NUMBER = 6
-
 
 def assert_right(got: Outcome) -> None:
     assert not got.wrong, f"{got.asked}\n{got.wrong}"
     assert not got.refused or got.names_a_layer, f"{got.asked}\n{got.refused}"
 
 
-@sampled("seed", range(3), one_in=3)
+@sampled("seed", range(2), one_in=2)
 def test_a_random_plan_is_the_training_of_one_process(seed: int) -> None:
     assert_right(outcome(seed, worlds=(2, 3, 4)))
 
@@ -30,16 +28,6 @@ def test_a_random_plan_is_the_training_of_one_process(seed: int) -> None:
 @pytest.mark.parametrize("seed", [5103, 5153, 5215, 5234, 5372, 20102, 30018, 800061])
 def test_a_random_plan_that_found_a_bug_is_right(seed: int) -> None:
     assert_right(outcome(seed))
-
-
-@pytest.mark.slow
-def test_more_random_plans_are_the_training_of_one_process() -> None:
-    """`benchmarks.random_plans --first` tries others; here a failure is that of a change."""
-    outcomes = [outcome(seed) for seed in range(30_000, 30_000 + NUMBER)]
-    for each in outcomes:
-        assert_right(each)
-    refused = [each for each in outcomes if each.refused]
-    assert len(refused) <= NUMBER / 2, [each.reason for each in refused]
 
 
 def test_a_seed_gives_the_same_model_loss_and_data() -> None:

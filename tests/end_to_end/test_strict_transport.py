@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,12 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from splitc.compiled import CompiledProgram
-from splitc.ir.placements import SCHEDULES
-from splitc.ir.plan import Plan
 from splitc.runtime.transport.base import Transport
 from tests.end_to_end.test_every_strategy import NORMED
-from tests.end_to_end.test_microbatches import in_pieces
 from tests.runtime.checkpoints.test_resume import steps
 from tests.support.compiled import compiled
 from tests.support.every_strategy import Asked, every_strategy, images, planned
-from tests.support.ranks import adam, on_ranks, on_workers, part_of, train, worker_of
+from tests.support.ranks import adam, on_ranks, part_of, worker_of
 from tests.support.sampling import sampled
 from tests.support.strict import Strict, queued_transports, strict_transports
 from tests.support.subnet_networks import CLASSES, INPUTS, chain
@@ -69,8 +64,8 @@ def batches_of(program: CompiledProgram, number: int = 2) -> Batches:
 EVERYDAY = ["parameter_server(servers=2)", "layer_separation(ranks=1+1+1)"]
 
 
-LIVES = [(world, asked) for world in (3, 4) for asked in every_strategy(world)[world % 2 :: 2]]
-"""Every second of all: the others are those of `PIECES`."""
+LIVES = [(world, asked) for world, step in ((3, 2), (4, 4)) for asked in every_strategy(world)[world % 2 :: step]]
+"""Every second or fourth of all."""
 
 
 @sampled(("world", "asked"), LIVES, [(w, asked) for w, asked in LIVES if w == 3 and str(asked) in EVERYDAY], ids=str)
@@ -108,45 +103,6 @@ def test_subnets_of_few_neurons_live_on_it(world: int, width: int, tmp_path: Pat
     x, y = (tensor[:4] for tensor in batches[0])
     model = chain(width, width + 1).model
     live(compiled(model, (x,), y, F.cross_entropy, world, "independent_subnets(local_steps=2)"), batches, tmp_path)
-
-
-# -- microbatches ------------------------------------------------------------------------------------------------------
-
-
-def pieces() -> Iterator[tuple[int, Asked, int, str]]:
-    """Every second of all; a kind of strategy takes the schedules in turns."""
-    seen = Counter[str]()
-    for world in (3, 4):
-        for k, asked in enumerate(every_strategy(world)[1 - world % 2 :: 2]):
-            kind = re.sub(r"\d+", "", asked.name)
-            yield world, asked, 2 + k % 2, SCHEDULES[seen[kind] % 2]
-            seen[kind] += 1
-
-
-PIECES = list(pieces())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "asked", "number", "schedule"), PIECES, ids=str)
-def test_every_strategy_in_microbatches_ends_on_it(world: int, asked: Asked, number: int, schedule: str) -> None:
-    program = in_pieces(world, asked, number, schedule)
-    batches = [images(program.plan.global_batch, torch.float64) for _ in range(2)]
-    strict = strict_transports if last_together(program.plan) else queued_transports
-    with strict():
-        on_workers(program, lambda worker: train(worker, batches), optimizer=adam)
-
-
-def last_together(plan: Plan) -> bool:
-    """Whether all ranks of a role have examples in its last microbatch.
-
-    One that has not begins to sum gradients in its own last one, before it sends the gradients of that to ranks for
-    which the others of its role wait in turn: this ends where a sum does not hold up messages, as on NCCL, which has
-    them in queues side by side.
-    """
-    return all(
-        len({max(k for k in range(plan.microbatches) if any(plan.sizes_at(role, rank, k))) for rank in ranks}) == 1
-        for role, ranks in plan.roles.items()
-    )
 
 
 @sampled(

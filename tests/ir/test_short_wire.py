@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +24,7 @@ from splitc.runtime.transport.formats import FORMATS, Wire
 from splitc.specialise import Settings, specialise
 from tests import ROOT
 from tests.support.every_strategy import Asked, every_strategy, images, planned
+from tests.support.sampling import along
 from tests.support.wire_bytes import assert_defined
 
 BATCH = 96
@@ -139,15 +138,11 @@ def test_the_simulation_sends_as_much_and_takes_the_time_of_casting() -> None:
     )
 
 
-def cases() -> Iterator[Any]:
-    for form in ("bf16", "activations=fp8,errors=bf16,gradients=int8"):
-        for k, asked in enumerate(every_strategy(4)):
-            if "doubling" not in asked.name:
-                yield pytest.param(form, asked, id=f"{form} {asked}", marks=[pytest.mark.slow] if k else [])
+FORMS = ["bf16", "activations=fp8,errors=bf16,gradients=int8"]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("form, asked", list(cases()))
+@along(1, asked=[asked for asked in every_strategy(4) if "doubling" not in asked.name], form=FORMS)
 def test_ranks_send_the_bytes_that_their_wire_says(form: str, asked: Asked) -> None:
     assert_defined(planned(4, asked, global_batch=2 * BATCH, wire=parse_wire(form)), images(2 * BATCH))
 

@@ -77,9 +77,8 @@ def test_a_boundary_of_whole_numbers_is_between_neighbours_and_none_is_none() ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [None, 512])
-def test_the_choice_on_both_sides_of_a_breakpoint_is_what_it_says(batch: int | None) -> None:
-    asked = place(2, 1e10, global_batch=batch)
+def test_the_choice_on_both_sides_of_a_breakpoint_is_what_it_says() -> None:
+    asked = place(2, 1e10, global_batch=512)
     by_bandwidth = list(islice(breakpoints(asked, model()), 2))
     now = choice_text(asked.run(model()).plan)
     assert [each.quantity for each in by_bandwidth] == ["bandwidth", "bandwidth"]
@@ -113,11 +112,11 @@ def test_all_quantities_are_looked_at_in_their_order() -> None:
 @pytest.mark.slow
 def test_memory_goes_down_to_where_nothing_fits(only: Callable[[str], None]) -> None:
     only("memory")
-    found = list(breakpoints(place(2), model()))
-    last = next(each for each in found if each.flips and not each.choice)
-    place(2, memory=last.value * 1.01).run(model())
+    asked = partial(place, 2, strategy="data_parallel")
+    last = next(each for each in breakpoints(asked(), model()) if each.flips and not each.choice)
+    asked(memory=last.value * 1.01).run(model())
     with pytest.raises(PlacementError):
-        place(2, memory=last.value * 0.96).run(model())
+        asked(memory=last.value * 0.96).run(model())
 
 
 @pytest.mark.slow

@@ -296,7 +296,6 @@ def test_a_transformer_with_dropout_is_compiled_once_and_trains_as_it_does_witho
         "data_parallel",
         "data_parallel(sync_batchnorm=True)",
         "late_multiply",
-        "layer_separation",
         "layer_separation(microbatches=2)",
         "modulo_shard",
         "local_sgd",

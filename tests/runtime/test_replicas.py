@@ -25,7 +25,7 @@ from tests.support.sampling import along
 Damage = Callable[[Worker], Any]
 
 
-@pytest.mark.parametrize(("world", "asked"), everywhere(3, one_in=12)[::2] + everywhere(slow=(4,))[1::2])
+@pytest.mark.parametrize(("world", "asked"), everywhere(3, one_in=12)[::2] + everywhere(slow=(4,))[1::4])
 def test_no_strategy_alarms_while_replicas_are_alike(world: int, asked: Asked) -> None:
     """Also where statistics of normalisations are of each rank's examples."""
     program = planned(world, asked, norm=True)

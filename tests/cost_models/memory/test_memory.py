@@ -170,7 +170,7 @@ def test_models_of_every_kind_have_the_bytes_that_were_predicted(name: str, stra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy"), [*zip(cycle(MODELS), STRATEGIES), ("resnet", "data_parallel")])
+@pytest.mark.parametrize(("name", "strategy"), [*zip(cycle(MODELS), [*STRATEGIES][::2]), ("resnet", "data_parallel")])
 def test_the_examples_have_the_bytes_that_were_predicted(name: str, strategy: str) -> None:
     assert_as_measured(program(name, strategy))
 

@@ -48,7 +48,7 @@ CLUSTERS = [
 ]
 EVERYWHERE = [
     (k, world, asked)
-    for k, (world, asked) in enumerate((w, a) for w in (4, 3, 2) for a in every_strategy(w)[w % 3 :: 3])
+    for k, (world, asked) in enumerate((w, a) for w in (4, 3, 2) for a in every_strategy(w)[w % 4 :: 4])
 ]
 
 

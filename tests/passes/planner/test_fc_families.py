@@ -134,7 +134,7 @@ def test_a_model_without_linear_layers_is_told_so() -> None:
 
 # -- SplitBrain's VGG variant ------------------------------------------------------------------------------------------
 
-PARTS = [(2, 0.63), (4, 0.44), (8, 0.35)]
+PARTS = [(2, 0.63), (8, 0.35)]
 """The size of groups, and the part of the model's parameters that a rank holds at most (figure 7c)."""
 
 
