@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .metadata import is_beside
+
 MANIFEST = ".manifest"
 
 
@@ -27,11 +29,12 @@ class Manifest:
 
     @staticmethod
     def of(path: Path) -> Manifest | None:
-        """That of a checkpoint; None where it is missing or damaged."""
-        with suppress(OSError, ValueError):
+        """That of a checkpoint; None where it is missing or damaged, or names files that are not beside it."""
+        with suppress(OSError, ValueError, TypeError, AttributeError):
             digest, _, text = (path / MANIFEST).read_text().partition(" ")
-            if int(digest, 16) == zlib.crc32(text.encode()):
-                return Manifest(**json.loads(text))
+            found = Manifest(**json.loads(text))
+            if int(digest, 16) == zlib.crc32(text.encode()) and all(map(is_beside, found.files.keys())):
+                return found
         return None
 
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..errors import LaunchError, bullets
 from .folders import METADATA, Disks
 from .manifest import Manifest, checksum
+from .metadata import read_metadata
 from .piece import Piece, packed, unpacked
 
 Result = TypeVar("Result")
@@ -105,11 +106,11 @@ def _tried(rank: int, call: Callable[[], Result]) -> tuple[Result | None, str]:
 
 
 class Saved:
-    """A checkpoint on this rank's disk.  Its `.metadata` is a pickle: read those that you trust."""
+    """A checkpoint on this rank's disk.  Reading it runs none of what is in it."""
 
     def __init__(self, path: Path) -> None:
         self._reader = FileSystemReader(path)
-        self.metadata: Metadata = self._reader.read_metadata()
+        self.metadata = read_metadata(path / METADATA)
 
     def like(self, name: str) -> Tensor | None:
         """A meta tensor of the shape and dtype of a whole tensor; None where there is no such tensor."""
