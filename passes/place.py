@@ -14,18 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.errors import PlacementError, bullets
 from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import digest
-from splitc.ir.decode import at_least, decode
+from splitc.ir.decode import at_least, decode, more_than
 from splitc.ir.disk_cache import digest_of, is_off, keep, recall
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.placements import Placement
-from splitc.ir.plan import Plan
+from splitc.ir.plan import MOST_RANKS, Plan
 from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import PlacedProgram, Program
 from splitc.passes.bucket_gradients import bucket_bytes
@@ -42,8 +42,13 @@ from splitc.passes.planner.search import NEAR
 from splitc.passes.planner.strategy import Strategy, strategy_named
 from splitc.runtime.transport.formats import AS_COMPUTED, EXACT, Wire
 
-_COUNT, _COPIES = Annotated[int, at_least(1)], Annotated[int, at_least(0)]
-_LIMITS = {"world": _COUNT, "global_batch": _COUNT | None, "accumulate": _COUNT, "optimizer_copies": _COPIES}
+_COUNT, _RANKS = Annotated[int, at_least(1)], Annotated[int, at_least(1, MOST_RANKS)]
+_LIMITS = {
+    "world": _RANKS,
+    "global_batch": _COUNT | None,
+    "accumulate": _COUNT,
+    "memory": Annotated[float, more_than(0)] | None,
+}
 _NOT_READ = ("graph", "root", "evaluation", "outputs")  # of a program; the text of its graph is
 _EXACT = 1e-6  # a smaller gap is none
 _EQUAL = 0.03  # of a step, for which no batches are accumulated
@@ -203,9 +208,8 @@ class Place(Pass[Program, PlacedProgram]):
 
     def problems(self) -> list[str]:
         """What is wrong with the request whatever the model: one line each."""
-        found = list(map(str, decode(_LIMITS, {what: getattr(self, what) for what in _LIMITS})[1]))
-        if self.memory is not None and not self.memory > 0:
-            found.append(f"memory is {self.memory!r}; it must be more than 0 bytes")
+        if found := values_refused(self):
+            return found
         most = self.cluster.world
         if most is not None and self.world > most:
             found.append(f"{self.world} ranks were asked for, but cluster {self.cluster.name} has {most} devices")
@@ -293,3 +297,13 @@ def _candidates(priced: tuple[PricedPlan, ...]) -> tuple[Candidate, ...]:
     spanning = [name for name in STRATEGIES if strategy_named(name).spans]
     others = {"", *(decided(each) for each in priced if each.strategy not in spanning)}
     return tuple(each.candidate() for each in priced if each.strategy not in spanning or decided(each) not in others)
+
+
+def values_refused(asked: Any) -> list[str]:
+    """What is wrong with the numbers and pins of a request, one by one, in a line each."""
+    found = list(map(str, decode(_LIMITS, {what: getattr(asked, what) for what in _LIMITS})[1]))
+    pins = asked.pins.items() if isinstance(asked.pins, Mapping) else [(asked.pins, None)]
+    wrong = [(key, role) for key, role in pins if not (isinstance(key, str) and isinstance(role, str | Placement))]
+    return found + [
+        f"pins has {each!r:.60}; write a pattern of layers, and its role or Placement" for each in wrong[:1]
+    ]

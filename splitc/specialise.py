@@ -15,7 +15,7 @@ from splitc.checks.batch_sizes import require_batch_sizes
 from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.memory.memory_check import require_memory_on
-from splitc.errors import InternalError, LaunchError, PlacementError
+from splitc.errors import InternalError, LaunchError, PlacementError, bullets
 from splitc.features import parts
 from splitc.ir.autocast import under_autocast
 from splitc.ir.cluster import Cluster
@@ -26,7 +26,7 @@ from splitc.ir.program import LoweredProgram, PlacedProgram, Program
 from splitc.passes.analysis import fingerprint
 from splitc.passes.lower_evaluation import with_evaluation
 from splitc.passes.lower_outputs import with_outputs
-from splitc.passes.place import Place
+from splitc.passes.place import Place, values_refused
 from splitc.passes.planner.strategy import Strategy, parse_strategy
 from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower
@@ -57,6 +57,10 @@ class Settings:
     wire: Wire = AS_COMPUTED
     wire_error: float = 0.0
     free: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if problems := values_refused(self):
+            raise PlacementError(bullets("this cannot be planned:", problems))
 
     def place(self, model: str = "", kept: list[LoweredProgram] | None = None) -> Place:
         """The pass that chooses a plan for them.

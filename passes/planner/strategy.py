@@ -204,6 +204,8 @@ def parse_strategy(text: str | Strategy | type[Strategy]) -> Strategy:
         return text
     if isinstance(text, type) and issubclass(text, Strategy):
         return text()
+    if not isinstance(text, str):
+        raise PlacementError(f"strategy is {text!r:.60}; give a name, with options or without, or a Strategy")
     named, given = name_and_options(text)
     cls = strategy_named(named)
     known = [f.name for f in options_of(cls)]

@@ -24,14 +24,16 @@ _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command of `argv`, by default that of this process; return the exit code."""
-    verbose = False
+    verbose, runs_model = False, False
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
-        verbose = getattr(args, "verbose", False)
+        verbose, runs_model = getattr(args, "verbose", False), bool({"model", "models"} & vars(args).keys())
         code = run(args)
         sys.stdout.flush()
         return code
     except SystemExit as leave:  # --help, --version
+        if runs_model:
+            return _say("the code of the model ends Python, by sys.exit; let its forward raise an error instead", 2)
         return leave.code if isinstance(leave.code, int) else 0
     except KeyboardInterrupt:
         return _say("stopped", 130)

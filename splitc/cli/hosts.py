@@ -7,6 +7,7 @@ that happens, and then ends torchrun.
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from splitc.errors import LaunchError
 from splitc.runtime.launch.torchrun import Lines, forward, of_ranks, stopped_like_ctrl_c
+from splitc.runtime.transport.sealed import TOKEN
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _GRACE = 15.0  # seconds for the other hosts to end by themselves once one has failed, and then when they are told to
@@ -101,7 +103,8 @@ def run_on_hosts(
         list(pool.map(lambda host, script: _copy(folder, host, script), hosts, scripts))
     paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]  # this splitc, where hosts share a disk
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a torchrun that ends later than the master warns with a page of frames
-    passed = quiet | {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    passed = {**quiet, TOKEN: secrets.token_hex(16)}
+    passed |= {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     passed["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     run = {
         **common,

@@ -27,7 +27,7 @@ SERVER = "server"
 """The role of ranks that hold parameters of layers with sync "parameter_server": it runs no layers."""
 
 _ALONE = Grouping(1, "BK")
-_MOST_RANKS = 100_000
+MOST_RANKS = 100_000
 _ROLES = Limit(bool, 'of the ranks of each role, as {"trunk": [0, 1], "head": [2]}')
 
 
@@ -55,7 +55,7 @@ class Plan:
     """
 
     strategy: str
-    world: Annotated[int, at_least(1, _MOST_RANKS)]
+    world: Annotated[int, at_least(1, MOST_RANKS)]
     roles: Annotated[Mapping[str, tuple[int, ...]], _ROLES]
     placements: Mapping[str, LayerPlacement]
     batch_offsets: Mapping[str, tuple[int, ...]]

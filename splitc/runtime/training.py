@@ -238,7 +238,10 @@ class Training:
 
     def use_sizes(self, sizes: Iterable[int] | None) -> None:
         """Set how many examples each reader gives to the next steps; None: as compiled.  The same on every rank."""
-        self._sizes = None if sizes is None else tuple(sizes)
+        given = sizes if sizes is None or isinstance(sizes, Iterable) else [sizes]
+        self._sizes = None if given is None else tuple(given)
+        if not all(isinstance(size, int) for size in self._sizes or ()):
+            raise LaunchError(f"sizes are {sizes!r:.60}; give a whole number of examples for each reader")
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

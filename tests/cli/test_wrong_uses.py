@@ -435,3 +435,9 @@ def test_in_a_process_of_its_own_there_is_no_traceback_either(arguments: list[st
     )
     assert done.returncode in (1, 2)
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("code", ["", "0", "3", "'bye'"])
+def test_a_model_that_ends_python_is_named(capsys: Capture, code: str) -> None:
+    Path("net.py").write_text(edited(forward=f"        raise SystemExit({code})"))
+    refused(capsys, "inspect net.py --world 2 -q", "the code of the model ends Python, by sys.exit")

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Protocol
+
+from ..transport.sealed import TOKEN
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 _STOPS = ("SIGTERM", "SIGHUP")  # end the ranks as Ctrl-C does
@@ -43,7 +46,8 @@ def torchrun(
     Raises KeyboardInterrupt when it is interrupted, after all its processes have ended.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), **os.environ}
+    own = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), TOKEN: secrets.token_hex(16)}
+    environment = {**own, **os.environ}
     home = str(Path(__file__).parents[3])  # the ranks use this splitc, wherever it was imported from
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), home]))
     command, kept = [*launcher, *arguments], io.StringIO()

@@ -2,7 +2,7 @@
 
 import math
 import os
-import pickle
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +20,12 @@ from .agreement import require_equal, versions
 from .devices import Seat, choose, device_of, in_words, wanted
 from .in_flight import cause, fails_by_itself
 from .network import choose_interface
+from .sealed import opened, sealed
 from .torch_transport import TorchTransport
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+
+_NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 DEFAULT_TIMEOUT, NCCL_TIMEOUT = 120.0, 600.0  # seconds; the environment's SPLITC_TIMEOUT goes before them
 
@@ -54,7 +57,7 @@ def init(
     NCCL is asked for and ranks share a GPU.
     """
     joined = dist.is_initialized()
-    missing = [name for name in _ENVIRONMENT if name not in os.environ]
+    missing = [] if _is_started() else [name for name in _ENVIRONMENT if name not in os.environ]
     command = f"torchrun --standalone --nproc-per-node {world or 2} {sys.argv[0] or 'script.py'}"
     if missing and not joined:
         raise LaunchError(f"not started by torchrun ({', '.join(missing)} not set); run: {command}")
@@ -109,10 +112,10 @@ def _join(where: torch.device, backend: str | None, timeout: float | None, tell:
 
 def _told(store: Any, rank: int, world: int, own: Seat) -> list[Seat]:
     """What every rank tells of itself, through the store: in two requests of each rank, and one more of rank 0."""
-    store.set(str(rank), pickle.dumps(own))
+    store.set(str(rank), sealed(own))
     if rank == 0:
-        store.set("all", pickle.dumps([pickle.loads(store.get(str(each))) for each in range(world)]))
-    seats: list[Seat] = pickle.loads(store.get("all"))
+        store.set("all", sealed([opened(store.get(str(each))) for each in range(world)]))
+    seats: list[Seat] = opened(store.get("all"))
     return seats
 
 
@@ -135,14 +138,22 @@ def started_world() -> int | None:
     """How many processes torchrun started together with this one; None outside torchrun."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _ENVIRONMENT) else None
+    return int(os.environ["WORLD_SIZE"]) if _is_started() else None
+
+
+def _is_started() -> bool:
+    """Whether torchrun started this process.  Raises LaunchError for numbers in its variables that are none."""
+    given = {name: os.environ[name] for name in _NUMBERS if name in os.environ}
+    if wrong := [f"{name} is {value!r}" for name, value in given.items() if not re.fullmatch(r"[0-9]{1,9}", value)]:
+        raise LaunchError(f"{', '.join(wrong)}, which is no whole number; let torchrun set it")
+    return all(name in os.environ for name in _ENVIRONMENT)
 
 
 def rank_among(world: int, alone: int = 0) -> int:
     """The rank of this process if it is one of `world` that were started together; `alone` else."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() if dist.get_world_size() == world else alone
-    started = all(name in os.environ for name in _ENVIRONMENT) and os.environ["WORLD_SIZE"] == str(world)
+    started = _is_started() and os.environ["WORLD_SIZE"] == str(world)
     return int(os.environ["RANK"]) if started else alone
 
 

@@ -7,7 +7,6 @@ Each rank writes a log into the store that they share: what it refused to compil
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import LaunchError
 from .agreement import digest, require_same, told
 from .distributed import init, rank_among, seconds_to_wait
+from .sealed import opened, sealed
 from .torch_transport import TorchTransport
 
 _numbers = itertools.count(1)
@@ -55,7 +55,7 @@ class Meeting:
     def tell(self, call: Call, refused: Exception | None = None) -> None:
         """Tell the others that this rank has come with a call's program, or why it refused it."""
         error = refused and told(self._rank, "compile the program", refused)
-        self._store.set(f"splitc/{self._rank}/{self._at[self._rank]}", pickle.dumps((call, error)))
+        self._store.set(f"splitc/{self._rank}/{self._at[self._rank]}", sealed((call, error)))
         self._at[self._rank] += 1
         self._refused += [call] if refused else []
 
@@ -78,7 +78,7 @@ class Meeting:
             except RuntimeError as error:
                 raise LaunchError(f"rank {rank} did not come to worker() within {self._seconds:g} s") from error
             self._at[rank] += 1
-            entry: tuple[Call, Exception | None] = pickle.loads(self._store.get(key))
+            entry: tuple[Call, Exception | None] = opened(self._store.get(key))
             theirs, refused = entry
             self._refused += [theirs] if refused else []
             if refused and theirs.matches(call):

@@ -11,6 +11,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from splitc.runtime.late_multiply.layers import LateMultiply
 from splitc.runtime.launch import torchrun as launching
 from splitc.runtime.transport import doubling
 from splitc.runtime.transport.base import PeerLost, Transport
-from splitc.runtime.transport.distributed import init
+from splitc.runtime.transport.distributed import init, rank_among, started_world
 from splitc.runtime.transport.short import Short
 from splitc.runtime.transport.simulated import run_ranks
 from tests.support.transitions import TRANSITIONS, Case
@@ -268,7 +269,7 @@ def thread_names() -> list[str]:
 
 LEFT_OPEN = """
 import atexit, os, sys, torch
-from splitc.runtime.transport.distributed import init
+from splitc.runtime.transport.distributed import init, rank_among, started_world
 from tests.runtime.transport.test_distributed import thread_names
 atexit.register(lambda: os.write(1, b"threads %d\\n" % sum("gloo" in name for name in thread_names())))
 transport = init(world=2)
@@ -437,3 +438,15 @@ def test_ranks_that_do_not_come_in_time_are_a_launch_error(torchrun: Callable[..
     with pytest.raises(LaunchError, match=r"rank 1 of 2 did not find .*127\.0\.0\.1:1 within 1 s"):
         init(timeout=1.0)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE", "GROUP_RANK"])
+@pytest.mark.parametrize("value", ["", "one", "-1", "1.5", "10" * 9])
+def test_variables_of_torchrun_that_are_no_numbers_are_named(
+    torchrun: Callable[..., None], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    torchrun(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
+    monkeypatch.setenv(name, value)
+    for read in (init, started_world, partial(rank_among, 2)):
+        with pytest.raises(LaunchError, match=f"{name} is '{value}', which is no whole number; let torchrun set it"):
+            read()
