@@ -110,4 +110,5 @@ def json_texts(draw: Any, valid: Sequence[Any]) -> bytes:
         return json.dumps(draw(mutated(valid))).encode()
     if how == "bytes":
         return bytes(draw(torn([json.dumps(each).encode() for each in valid])))
-    return b'{"schema": 1, "world": ' + b"[" * draw(st.integers(900, 100_000))
+    deep: int = draw(st.integers(900, 100_000))
+    return b'{"schema": 1, "world": ' + b"[" * deep

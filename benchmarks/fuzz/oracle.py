@@ -119,6 +119,5 @@ def _signature(name: str, error: BaseException) -> str:
     """An error's class and the innermost line of splitc."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if "/fuzz/" not in each.filename]
     own = [each for each in frames if any(part in each.filename for part in ("splitc", "passes", "cost_models"))]
-    at = (own or frames or [None])[-1]
-    where = "" if at is None else f" at {Path(at.filename).name}:{at.lineno} in {at.name}"
+    where = "".join(f" at {Path(at.filename).name}:{at.lineno} in {at.name}" for at in (own or frames)[-1:])
     return f"{name}{where}: {str(error)[:80]!r}" if name != "hang" else f"{name}{where}"

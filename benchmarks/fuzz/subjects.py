@@ -35,8 +35,7 @@ from splitc.ir.cluster_file import to_data
 from splitc.ir.plan import Plan
 from splitc.passes.analysis import analyse
 from splitc.report.what_if import _patience
-from splitc.runtime.checkpoints.folders import MANIFEST
-from splitc.runtime.checkpoints.manifest import Manifest, checksum
+from splitc.runtime.checkpoints.manifest import MANIFEST, Manifest, checksum
 from splitc.runtime.transport.distributed import init, rank_among, seconds_to_wait, started_world
 from splitc.runtime.transport.simulated import run_ranks
 from splitc.runtime.worker import Worker

@@ -16,6 +16,7 @@ from benchmarks.fuzz.oracle import Judge
 from splitc.errors import InternalError, LaunchError
 
 
+@pytest.mark.slow
 def test_five_hundred_inputs_are_taken_or_refused(tmp_path: Path) -> None:
     judge = fuzz(tmp_path, 500, only=["cluster", "plan", "diff", "options", "batch", "checkpoint", "environment"])
     assert not judge.found
@@ -46,7 +47,7 @@ def test_the_judge_notices_what_no_input_may_do(tmp_path: Path, monkeypatch: pyt
     folder = tmp_path / "folder"
     folder.mkdir()
     judge = Judge(folder)
-    for text, subject in {
+    subjects: dict[str, Callable[[], object]] = {
         "of the folder": (tmp_path / "outside").touch,
         "os.system was called": lambda: os.system("true"),
         "hang": spin,
@@ -54,7 +55,8 @@ def test_the_judge_notices_what_no_input_may_do(tmp_path: Path, monkeypatch: pyt
         "InternalError": wrong(InternalError("a bug")),
         "few words": wrong(LaunchError("no")),
         "insides": wrong(LaunchError("an odd value: <class 'int'> was given")),
-    }.items():
+    }
+    for text, subject in subjects.items():
         judge.found.clear()
         judge("kind", "input", subject)
         assert any(text in found for found in judge.found), text

@@ -40,7 +40,7 @@ def test_a_value_is_read_by_who_has_the_token_alone(monkeypatch: pytest.MonkeyPa
 def test_what_a_stranger_puts_into_the_store_is_not_unpickled(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPLITC_TOKEN", "of this run")
-    store = HashStore()
+    store: Any = HashStore()
     for key in ("1", "splitc/1/0"):
         store.set(key, pickle.dumps(Runs()))
     with pytest.raises(LaunchError, match="not of this run"):
