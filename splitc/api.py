@@ -93,6 +93,8 @@ def _require_sense(
 ) -> None:
     """Raise for arguments that have no sense by themselves, or none together."""
     require_autocast(autocast)
+    if not (plan is None or isinstance(plan, Plan)):
+        raise PlacementError(f"plan is {plan!r:.60}; give a Plan, as Plan.from_json makes one of the text of a file")
     if wire != (None, None) and plan is not None:
         raise PlacementError("the plan says in which formats numbers travel: leave out wire and wire_error")
     if not isinstance(tune, int | float) or not 0 <= tune < math.inf:

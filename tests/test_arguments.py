@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import splitc
-from splitc.errors import LaunchError, PlacementError
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.errors import CostError, LaunchError, PlacementError
 from splitc.runtime.worker import Worker
 from tests.support.ranks import on_workers, plain
 
@@ -22,6 +23,12 @@ class Untraced(nn.Module):
         raise AssertionError("it was traced")
 
 
+@pytest.mark.parametrize("cluster", [3, True, ["v100-10gbe"], "x" * 300 + ".toml"])
+def test_a_cluster_of_no_use_is_named(cluster: Any) -> None:
+    with pytest.raises(CostError, match=r"cluster is .*; give a known name|there is no such file"):
+        load_cluster(cluster)
+
+
 COUNT, NEEDED = "it must be a whole number of at least 1", "it must be a finite number of more than 0"
 WRONG: list[tuple[str, Any, str]] = [
     *(("world", value, f"world is {value!r}; {COUNT} and at most 100000") for value in (-1, 0, 2.5, "2", None, 10**6)),
@@ -30,6 +37,8 @@ WRONG: list[tuple[str, Any, str]] = [
     *(("memory", value, f"memory is {value!r}; {NEEDED}") for value in (-1, 0, "4GB", float("nan"), float("inf"))),
     *(("pins", value, "write a pattern of layers, and its role or Placement") for value in (3, "fc", [1], {3: "fc"})),
     *(("pins", {"fc": value}, f"pins has ('fc', {value!r}); write a pattern") for value in (3, None, ["fc"])),
+    *(("plan", value, f"plan is {value!r}; give a Plan") for value in (3, "plan.json", [3])),
+    *(("wire", value, f"wire is {value!r}; give a format") for value in (3, True, ["bf16"])),
     *(("strategy", value, f"strategy is {value!r}; give a name") for value in (3, None, ["auto"])),
 ]
 

@@ -166,7 +166,7 @@ def inspect(folder: Path, text: str) -> None:
 arguments = st.dictionaries(
     st.sampled_from(
         (
-            *("world", "example", "target", "loss", "global_batch", "cluster", "strategy", "pins", "memory", "costs"),
+            *("world", "example", "target", "loss", "global_batch", "cluster", "strategy", "pins", "memory"),
             *("microbatches", "autocast", "batch", "accumulate", "tune", "wire", "wire_error", "name", "plan"),
         )
     ),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from os.path import isfile
 from pathlib import Path
 
 from splitc.errors import CostError
@@ -29,6 +30,8 @@ def _files() -> dict[str, tuple[Path, ...]]:
 
 def cluster_files(cluster: str | Path) -> tuple[Path, ...]:
     """The file of a cluster, or those of its device and of its link.  Raises CostError where there is none."""
+    if not isinstance(cluster, str | Path):
+        raise CostError(f"cluster is {cluster!r:.60}; give a known name, the path of a .toml file, or a Cluster")
     paths = (Path(cluster),) if isinstance(cluster, Path) else _files().get(cluster, (Path(cluster),))
     if isinstance(cluster, str) and not paths[-1].name.endswith(".toml"):
         names = (*known_clusters(), THIS_MACHINE)
@@ -36,6 +39,6 @@ def cluster_files(cluster: str | Path) -> tuple[Path, ...]:
             f"unknown cluster {cluster!r}; {near_name(cluster, names)}there are {', '.join(names)}; "
             f"or give the path of a .toml file, which `splitc calibrate -o cluster.toml` writes"
         )
-    if not paths[-1].is_file():
+    if not isfile(paths[-1]):
         raise CostError(f"cannot read the cluster file {cluster}: there is no such file")
     return paths

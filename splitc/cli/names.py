@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,12 +65,12 @@ def model_name(argument: str) -> tuple[Path | None, str, str]:
         if colon and name and attribute:
             return None, name, attribute
         beside = Path(f"{name or argument}.py")
-        hint = f"did you mean {beside}? " if beside.is_file() else ""
+        hint = f"did you mean {beside}? " if isfile(beside) else ""
         raise CaptureError(f"{argument!r} names no model; {hint}{FORM}")
     file = Path(in_file[1])
-    if not file.is_file():
-        what = "is a folder" if file.is_dir() else "there is no such file"
-        there = [path.name for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
+    if not isfile(file):  # False for names that no file can have
+        what = "is a folder" if isdir(file) else "there is no such file"
+        there = [path.name for path in file.parent.glob("*.py")] if isdir(file.parent) else []
         raise CaptureError(f"{file}: {what}; {near_name(file.name, there)}{FORM}")
     return file, in_file[1], in_file[2] or "model"
 

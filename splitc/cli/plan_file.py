@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def read_plan_file(path: Path, world: int | str | None = None) -> Plan:
 
     world: the one that an option asks for.  Raises LaunchError with every problem, by the names that the file has.
     """
-    path = path / "plan.json" if path.is_dir() else path
+    path = path / "plan.json" if isdir(path) else path
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

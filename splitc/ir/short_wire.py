@@ -57,6 +57,8 @@ def free_kinds(error: float | None, given: Given) -> tuple[str, ...]:
 
 
 def _by_kind(given: Given) -> Mapping[str, str]:
+    if not (given is None or isinstance(given, str | Mapping | Wire)):
+        raise PlacementError(f"wire is {given!r:.60}; give a format, or a table of formats by kind")
     if isinstance(given, str):
         pairs = (part.partition("=") for part in given.split(","))
         return {k.strip(): name.strip() for k, _, name in pairs} if "=" in given else dict.fromkeys(_NAMES, given)

@@ -441,3 +441,10 @@ def test_in_a_process_of_its_own_there_is_no_traceback_either(arguments: list[st
 def test_a_model_that_ends_python_is_named(capsys: Capture, code: str) -> None:
     Path("net.py").write_text(edited(forward=f"        raise SystemExit({code})"))
     refused(capsys, "inspect net.py --world 2 -q", "the code of the model ends Python, by sys.exit")
+
+
+@pytest.mark.parametrize(
+    "line", ["{} --world 2", "{}.py --world 2", "net.py --plan {}", "net.py --world 2 --cluster {}.toml"]
+)
+def test_a_name_that_no_file_can_have_is_that_of_none(capsys: Capture, line: str) -> None:
+    refused(capsys, f"inspect {line.format('x' * 300)}", "x" * 300)
