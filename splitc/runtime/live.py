@@ -31,9 +31,13 @@ Ends = tuple[int, ...]
 
 
 class Waits:
-    """Seconds that a rank has waited, and by the ranks at the ends of a transfer, those from its issue to its end."""
+    """Seconds that a rank has waited, and by the ranks at the ends of a transfer, those from its issue to its end.
+
+    now: the operation that it is in, its ranks, and since when; "" between operations.
+    """
 
     def __init__(self) -> None:
+        self.now: tuple[str, Ends, float] = "", (), time.monotonic()
         self.seconds, self.by = 0.0, defaultdict[Ends, float](float)
 
     def add(self, ends: Ends, issued: float, begun: float) -> None:

@@ -25,7 +25,7 @@ class Rank:
 
     spec: what its generated file says of it.  comms: a communicator for each of its roles, in their order.
     deferred: what is computed while transfers travel, at the latest at the end of a step.
-    sent_bytes: payload that it has sent in steps so far.
+    sent_bytes: payload that it has sent in steps so far.  evaluated: batches, in evaluation mode.
 
     Constructing it is collective: the ranks create their communicators, and learn each other's examples.
     Raises LaunchError when the transport is that of another rank or world.
@@ -52,7 +52,7 @@ class Rank:
         self.comms = tuple(map(comm, spec.roles))
         self._evaluating = tuple(map(comm, spec.evaluated)) or self.comms
         self._predicting = (*self._evaluating, *map(comm, (spec.reader,) if spec.reader else ()))
-        self._in_step, self.sent_bytes = False, 0
+        self._in_step, self.sent_bytes, self.evaluated = False, 0, 0
         self._by_hosts: Transport | None = None
 
     def _gather_examples(self) -> dict[tuple[int, str], tuple[int, int]]:
@@ -165,6 +165,7 @@ class Rank:
                 f"on its way; start all ranks again"
             )
         self._in_step, before = True, self.transport.sent_bytes
+        self.evaluated += not context.training
         comms = self.comms if context.training else self._predicting if predicts else self._evaluating
         for comm in comms:
             comm.shared.begin(context)

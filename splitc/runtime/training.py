@@ -117,6 +117,7 @@ class Training:
         own_replicas = self.rank, self._state, self._optimizers, self._features
         self.live = Live(transport) if live and transport.world > 1 and isinstance(transport, TorchTransport) else None
         self._replicas = None if check_replicas is None else Replicas(check_replicas, *own_replicas)
+        transport.watch(self)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

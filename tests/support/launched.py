@@ -89,8 +89,8 @@ def failing(worker: Worker) -> Iterator[tuple[Tensor, ...]]:
 def late(worker: Worker) -> Iterator[tuple[Tensor, ...]]:
     """The rank that reads the data stops for longer than the others wait."""
     for step, batch in enumerate(batches(worker)):
-        if step == 1 and worker.data_rank is not None:
-            time.sleep(10)
+        if step == 3 and worker.data_rank is not None:
+            time.sleep(60)
         yield batch
 
 

@@ -248,6 +248,10 @@ class Transport(ABC):
         """Which of the numbers are not 0, for what a rank does next."""
         return list(map(bool, numbers.tolist()))
 
+    def watch(self, training: Any) -> None:
+        """Let every rank say why when one waits in vain in this training, and end them all.  Collective."""
+        return
+
     def close(self) -> None:
         """Close the connections that this transport made, if any, after all work is complete."""
         return

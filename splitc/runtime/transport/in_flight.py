@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
 from functools import reduce
 from typing import Any
 
@@ -32,7 +33,8 @@ class InFlight:
     buffer; `wait` copies back what has arrived.
 
     staged: tensors travel through the CPU's memory.  losing_peers: around calls of torch, which it names when they
-    fail.  done: called once it has been waited for, with the time at which that began.
+    fail.  done: called once it has been waited for, with the time at which that began.  within: the timeout of messages
+    on gloo, which keeps that of their group's start else.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class InFlight:
         staged: bool,
         losing_peers: Callable[[], AbstractContextManager[None]],
         done: Callable[[float], None] | None = None,
+        within: timedelta | None = None,
     ) -> None:
         self._done = done
+        self._within = () if within is None else (within,)
         self._staged, self._losing_peers = staged, losing_peers
         self._wire = torch.device("cpu") if staged else device
         self._works: list[dist.Work] = []
@@ -106,7 +110,7 @@ class InFlight:
         begun = time.monotonic()
         while self._works:
             with self._losing_peers():
-                self._works[0].wait()
+                self._works[0].wait(*self._within)
             del self._works[0]
         for tensor, parts in self._arrivals:
             tensor.copy_(reduce(torch.add, parts))

@@ -87,6 +87,9 @@ class Forwarding(Transport):
     def barrier(self) -> None:
         self._inner.barrier()
 
+    def watch(self, training: Any) -> None:
+        self._inner.watch(training)
+
     def close(self) -> None:
         self._inner.close()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ import torch.distributed.nn.functional  # its default arguments would keep a pro
 from torch import Tensor
 
 from ..errors import BackendError
-from ..live import Waits
+from ..hangs.watch import Watch
+from ..live import Ends, Waits
 from .base import Message, PeerLost, Transport, Work, describe, describe_all
+from .devices import host
 from .in_flight import InFlight, as_bytes, cause, fails_by_itself, joined, summable
 
 # Tags that programs do not use: of the messages that make up collectives.
@@ -30,6 +33,9 @@ _GATHER_TAG, _SCATTER_TAG = 2**31 - 2, 2**31 - 3
 # torch before 2.13 has other names for these.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_WATCHED = 30  # times as long torch itself allows waits that are watched
+_watches = count(1)  # a program may join, close, and join again, in one store
 
 _CTAS = 8  # multiprocessors of a GPU that a message may take, also a receive that only waits for its sender
 
@@ -65,10 +71,11 @@ class TorchTransport(Transport):
         self._timeout = timeout
         self._owns_process_group = owns_process_group
         self._everyone = everyone  # None: the default group
-        ranks = tuple(range(self.world))
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {ranks: everyone}
+        self._ranks = ranks = tuple(range(self.world))
+        self._groups: dict[Ends, dist.ProcessGroup | None] = {ranks: everyone}
         self._side_groups: list[TorchTransport] = []
         self.waits = Waits()
+        self._watch: Watch | None = None
         self._under_way = 0  # operations that nobody has waited for
         self._ways = [everyone, everyone]  # of messages to lower ranks, and to higher ones
         if self.waits_hold_the_stream and self.world > 1:
@@ -85,22 +92,22 @@ class TorchTransport(Transport):
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         values = [value]
-        with self._losing_peers(f"broadcast_object from rank {src}"):
+        with self._losing_peers(f"broadcast_object from rank {src}", self._ranks):
             dist.broadcast_object_list(values, src, self._everyone)
         return values[0]
 
     def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
         values: list[Any] | None = [None] * self.world if self.rank == dst else None
-        with self._losing_peers(f"gather_objects to rank {dst}"):
+        with self._losing_peers(f"gather_objects to rank {dst}", self._ranks):
             dist.gather_object(value, values, dst, self._everyone)
         return values
 
     def barrier(self) -> None:
-        with self._losing_peers("barrier"):
+        with self._losing_peers("barrier", self._ranks):
             dist.barrier(self._everyone, device_ids=[self._gpu.index] if self._gpu else None)
 
     def side_group(self) -> Transport | None:
-        group = self._new_group(tuple(range(self.world)), backend="gloo")
+        group = self._new_group(self._ranks, backend="gloo")
         self._side_groups.append(TorchTransport(torch.device("cpu"), self._timeout, False, everyone=group))
         return self._side_groups[-1]
 
@@ -108,7 +115,7 @@ class TorchTransport(Transport):
         if self.waits_hold_the_stream or self.world == 1:
             return None  # NCCL's waits cannot be given up
         within = timeout or self._timeout
-        group = self._new_group(tuple(range(self.world)), within, backend="gloo")
+        group = self._new_group(self._ranks, within, backend="gloo")
         return TorchTransport(self.device, within, False, everyone=group, staged=self.staged)
 
     def abandon(self) -> None:
@@ -118,6 +125,22 @@ class TorchTransport(Transport):
         self._everyone, self._ways = None, []
         self._groups.clear()
 
+    def watch(self, training: Any) -> None:
+        if self._everyone is not None or self.world == 1:
+            return  # connections apart may be given up
+        if self._watch is None:
+            store = dist.distributed_c10d.PrefixStore(f"hangs {next(_watches)}", self.store.clone())
+            self._watch = Watch(self, store, self._timeout, host())
+        own = dist.distributed_c10d._get_default_group() if self._owns_process_group else None
+        for group in filter(None, (own, *self._groups.values(), *self._ways)):
+            for device in group._device_types:
+                group._get_backend(device).set_timeout(timedelta(seconds=_WATCHED * self._timeout))
+        self._watch.follow(training)
+
+    def is_blocked(self) -> bool:
+        """Whether the program, or on NCCL the GPU's stream, waits for the last operation."""
+        return not torch.cuda.default_stream(self.device).query() if self._gpu else bool(self.waits.now[0])
+
     def _close_at_exit(self) -> None:
         """Close a transport that a program left open, unless that could wait for other ranks."""
         if not self._under_way and not self.waits_hold_the_stream:
@@ -125,6 +148,8 @@ class TorchTransport(Transport):
 
     def close(self) -> None:
         atexit.unregister(self._close_at_exit)
+        if self._watch is not None:
+            self._watch.close()
         for group in self._side_groups:
             group.close()
         self._everyone, self._ways = None, []
@@ -201,13 +226,15 @@ class TorchTransport(Transport):
         if self.rank in ranks:
             self._groups[ranks] = group
 
-    def _flight(self, what: str, ends: tuple[int, ...]) -> InFlight:
+    def _flight(self, what: str, ends: Ends) -> InFlight:
         """An operation among the ranks `ends` that is about to be issued."""
         self._under_way += 1
         done = partial(self._done, ends, time.monotonic())
-        return InFlight(self.device, self.staged, partial(self._losing_peers, what), done)
+        is_watched = self._watch is not None and not self.waits_hold_the_stream
+        within = timedelta(seconds=_WATCHED * self._timeout) if is_watched else None
+        return InFlight(self.device, self.staged, partial(self._losing_peers, what, ends), done, within)
 
-    def _done(self, ends: tuple[int, ...], issued: float, begun: float) -> None:
+    def _done(self, ends: Ends, issued: float, begun: float) -> None:
         self._under_way -= 1
         self.waits.add(ends, issued, begun)
 
@@ -218,7 +245,7 @@ class TorchTransport(Transport):
 
     def _new_group(self, ranks: tuple[int, ...], timeout: float | None = None, **options: Any) -> dist.ProcessGroup:
         """A group that every rank creates now, in one order; with `device_id` NCCL's communicator is there at once."""
-        with self._losing_peers(f"connect ranks {ranks}"):
+        with self._losing_peers(f"connect ranks {ranks}", self._ranks):
             group: dist.ProcessGroup = dist.new_group([*ranks], timedelta(seconds=timeout or self._timeout), **options)
         return group
 
@@ -230,10 +257,13 @@ class TorchTransport(Transport):
         return options
 
     @contextmanager
-    def _losing_peers(self, what: str) -> Iterator[None]:
-        """Say which operation of which rank failed: what gloo raises names neither."""
+    def _losing_peers(self, what: str, ends: Ends) -> Iterator[None]:
+        """Say which operation of which rank failed: what gloo raises names neither.  Note that this rank is in it."""
+        self.waits.now = what, ends, time.monotonic()
         try:
             yield
+            if not self.waits_hold_the_stream:
+                self.waits.now = "", (), time.monotonic()
         except RuntimeError as error:
             if fails_by_itself(error):
                 raise BackendError(f"rank {self.rank} of {self.world}: {what}: {cause(error)}") from error

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from splitc.errors import SplitcError
 from splitc.runtime.errors import BackendError
+from splitc.runtime.live import Waits
 from splitc.runtime.transport.base import PeerLost
 from splitc.runtime.transport.in_flight import cause
 from splitc.runtime.transport.torch_transport import TorchTransport
@@ -72,8 +73,8 @@ OF_A_PEER = {
 def raised(error: RuntimeError) -> Exception:
     """What becomes of an error of torch's in an operation of rank 1 of 2."""
     transport = object.__new__(TorchTransport)
-    transport.rank, transport.world, transport._timeout = 1, 2, 600.0
-    with pytest.raises((PeerLost, SplitcError)) as caught, transport._losing_peers("barrier"):
+    transport.rank, transport.world, transport._timeout, transport.waits = 1, 2, 600.0, Waits()
+    with pytest.raises((PeerLost, SplitcError)) as caught, transport._losing_peers("barrier", (0, 1)):
         raise error
     return caught.value
 

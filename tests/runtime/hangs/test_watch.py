@@ -1,0 +1,160 @@
+"""Ranks that ask each other why one waits: threads on one store, whose programs wait where a test lets them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from splitc.runtime.hangs.watch import Watch
+from splitc.runtime.live import Waits
+
+FLOOR = 0.1  # seconds
+LONG = 60.0  # seconds that a test waits for what must come
+
+
+class Store:
+    """The store of a process group, in this process; `stuck` lets every request wait."""
+
+    def __init__(self) -> None:
+        self.values, self.lock, self.stuck = dict[str, str](), threading.Lock(), threading.Event()
+
+    def add(self, key: str, number: int) -> int:
+        with self._turn():
+            self.values[key] = str(int(self.values.get(key, "0")) + number)
+            return int(self.values[key])
+
+    def set(self, key: str, value: str) -> None:
+        with self._turn():
+            self.values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        with self._turn():
+            return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        with self._turn():
+            return self.values[key].encode()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        while self.stuck.is_set():
+            time.sleep(0.01)
+        with self.lock:
+            yield
+
+
+class Training:
+    _steps, _program, rank = 40, None, SimpleNamespace(evaluated=0)
+    live: Any = None
+
+
+class Ranks:
+    """Ranks of a training in step 41, what they print, and which of them have ended."""
+
+    def __init__(self, world: int) -> None:
+        self.store, self.said, self.ended = Store(), list[str](), set[int]()
+        self.waits = [Waits() for _ in range(world)]
+        self.trainings = [Training() for _ in range(world)]
+        self.watches, self.world, self.over = list[Watch](), world, threading.Event()
+
+    def watch(self, rank: int, patience: float = LONG) -> None:
+        def end() -> None:
+            self.ended.add(rank)
+            watch.close()
+
+        waits = self.waits[rank]
+        transport = SimpleNamespace(rank=rank, world=self.world, waits=waits, is_blocked=lambda: bool(waits.now[0]))
+        watch = Watch(transport, self.store, FLOOR, "node1", self.said.append, end, patience)
+        self.watches.append(watch)
+        watch.follow(self.trainings[rank])
+
+    def wait(self, rank: int, what: str, *ends: int) -> None:
+        self.waits[rank].now = what, ends, time.monotonic()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LONG
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert condition()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(3)
+    yield made
+    made.over.set()
+    made.store.stuck.clear()
+    for watch in made.watches:
+        watch.close()
+
+
+def endless_dataset(ranks: Ranks, rank: int) -> None:
+    ranks.watch(rank)  # of the thread that trains
+    while not ranks.over.is_set():
+        time.sleep(0.01)
+
+
+def test_a_rank_in_an_endless_dataset_is_named_with_its_line_once_and_all_ranks_end(ranks: Ranks) -> None:
+    threading.Thread(target=endless_dataset, args=(ranks, 2), daemon=True).start()
+    ranks.until(lambda: len(ranks.watches) == 1)
+    for rank in (0, 1):
+        ranks.watch(rank)
+        ranks.wait(rank, "all_reduce (3,) float32", 0, 1, 2)
+    ranks.until(lambda: ranks.ended == {0, 1, 2})
+    (text,) = ranks.said
+    assert "training hangs: rank 2 has been in your code, after step 40" in text
+    assert "(test_watch.py, line " in text and ", in endless_dataset)" in text.partition("\n")[0]
+    assert "  ranks 0 and 1, after step 40: waits in all_reduce (3,) float32, for " in text
+    assert text.endswith("a wait may take 0.1 s, more in slow steps: SPLITC_TIMEOUT sets it")
+
+
+def test_a_rank_that_left_out_a_step_is_named(ranks: Ranks) -> None:
+    ranks.trainings[1]._steps = 39
+    for rank in range(3):
+        ranks.watch(rank)
+        ranks.wait(rank, "barrier" if rank == 1 else "all_reduce (3,) float32", 0, 1, 2)
+    ranks.until(lambda: ranks.ended == {0, 1, 2})
+    assert len(ranks.said) == 1
+    assert ranks.said[0].startswith("training hangs: rank 1 is after step 39, after 0 evaluations (test_watch.py, ")
+    assert "ranks 0 and 2 are after step 40" in ranks.said[0].partition("\n")[0]
+
+
+def test_a_rank_that_gives_no_answer_is_named(ranks: Ranks) -> None:
+    ranks.store.set("2", '["node2", 1]')
+    ranks.watch(0, patience=FLOOR)
+    ranks.wait(0, "irecv (3,) float32 from rank 2, tag 0", 2, 0)
+    ranks.until(lambda: ranks.ended == {0})
+    first = ranks.said[0].partition("\n")[0]
+    assert first.startswith(
+        "training hangs: no word from rank 2 (node2): it is stopped, its line is cut, or its host is gone; rank 0 waits"
+    )
+
+
+def test_a_rank_whose_line_is_cut_ends_alone_and_one_that_waits_for_nobody_does_not(ranks: Ranks) -> None:
+    ranks.watch(0, patience=FLOOR)
+    ranks.watch(1, patience=FLOOR)
+    ranks.store.stuck.set()
+    ranks.wait(0, "irecv (3,) float32 from rank 2, tag 0", 2, 0)
+    ranks.until(lambda: ranks.ended == {0})
+    assert len(ranks.said) == 1
+    assert ranks.said[0].startswith("stopped: rank 0 waits, and has had no word from ")
+
+
+def test_what_a_rank_has_waited_once_it_may_wait_five_times_and_a_predicted_step_too(ranks: Ranks) -> None:
+    ranks.watch(0)
+    watch = ranks.watches[0]
+    ranks.wait(0, "barrier", 0, 1, 2)
+    ranks.until(lambda: watch._seen[0] == "barrier" and watch._waited > 0.0)
+    ranks.wait(0, "", *())
+    ranks.until(lambda: watch._longest > 0.0)
+    watch._longest = 50.0
+    assert watch._allowed == pytest.approx(250.0)
+    ranks.trainings[0].live = SimpleNamespace(expected=SimpleNamespace(seconds=80.0))
+    ranks.trainings[0]._steps = 1
+    assert watch._allowed == pytest.approx(3 * 5 * 80.0)
