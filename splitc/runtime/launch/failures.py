@@ -20,6 +20,9 @@ from typing import NoReturn
 from ..errors import SplitcError
 from ..transport.base import PeerLost
 
+DONE, RESTART, STOP = 0, 1, 3
+"""How a rank exits: all is done; another start may go on from a checkpoint; no other start will do better."""
+
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads there why a rank failed; its folder is that of one attempt
 _ELSEWHERE = "(if a rank failed by itself, its error stands above, or on its host; --resume goes on from a checkpoint)"
 
