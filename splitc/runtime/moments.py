@@ -81,6 +81,11 @@ class Feature:
         """Whether all ranks that hold a parameter have the same values of it now."""
         return True
 
+    @property
+    def cycle(self) -> tuple[int, int]:
+        """The updates in which all happens that it does, and those made of them."""
+        return 1, 0
+
     def end(self, context: StepContext, waiting: int) -> None:
         """Let all ranks have the same parameters.  waiting: batches that are accumulated to an update to come."""
 

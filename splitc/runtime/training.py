@@ -144,6 +144,12 @@ class Training:
         """How many ranks read data."""
         return len(self.rank.spec.readers)
 
+    @property
+    def cycle(self) -> tuple[int, int]:
+        """The steps in which all happens that a plan does, an update or a round, and those made of them."""
+        updates, made = max((feature.cycle for feature in self._features), default=(1, 0))
+        return updates * self._accumulate, made * self._accumulate + self._steps % self._accumulate
+
     def step(self, *batch: Any, **named: Any) -> Tensor:
         """Train on one global batch.  batch: this rank's examples, inputs, then targets; nothing where it reads none.
 

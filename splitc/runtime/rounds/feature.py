@@ -46,6 +46,10 @@ class InRounds(Feature):
     def is_alike(self) -> bool:
         return not self.running
 
+    @property
+    def cycle(self) -> tuple[int, int]:
+        return self._plan.steps, self._updates
+
     def describe(self, context: StepContext) -> StepContext:
         ends = context.training and context.is_last and self._updates + 1 == self._plan.steps
         return replace(context, round=self.number, ends_round=ends)

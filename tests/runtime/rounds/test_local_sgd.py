@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,3 +203,23 @@ def test_what_a_unit_of_one_rank_has_not_is_refused() -> None:
     ):
         with pytest.raises((PlacementError, LaunchError), match=why):
             planned("norm", f"local_sgd{options}", 2, pins=pins)
+
+
+def test_a_worker_knows_how_far_a_round_and_an_update_are(tmp_path: Path) -> None:
+    """So that a run which is asked to stop goes on to the end of it; saving ends a round, and the next one begins."""
+    (batch,), sizes = doubles(7, 1), [3, 4]
+
+    def run(worker: Worker) -> list[int]:
+        worker.use_sizes(sizes)
+        assert worker.cycle == (6, 0)
+        seen = []
+        for step in range(7):
+            worker.step(*part_of(worker, batch, sizes))
+            seen.append(worker.cycle[1])
+            if step == 3:
+                worker.save(tmp_path)
+                seen.append(worker.cycle[1])
+        return seen
+
+    program = planned("net", "local_sgd(period=3)", 2)
+    assert on_workers(program, run, accumulate=2) == [[1, 2, 3, 4, 0, 1, 2, 3]] * 2
