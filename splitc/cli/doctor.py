@@ -70,7 +70,7 @@ def _on_hosts(args: argparse.Namespace, options: Sequence[str]) -> int:
         (Path(folder) / "launch.py").write_text(_LAUNCH)
         if args.cluster:
             (Path(folder) / "cluster.toml").write_text(to_toml(load_cluster(args.cluster)), encoding="utf-8")
-        return run_on_hosts(Path(folder), "doctor", hosts, options)
+        return run_on_hosts(Path(folder), "doctor", hosts, options) and 1
 
 
 def _as_rank(args: argparse.Namespace) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 _EXIT_CODES = """exit codes
-  0  done
+  0  done, or stopped by a signal after a step of training
   1  a run failed, a verification does not hold, or a bug of splitc
   2  the input is wrong; nothing was started or written
+  3  a run failed, and another start will do no better
   130  stopped by Ctrl-C
 """
 _CONVENTIONS = """a model file offers
@@ -66,6 +67,7 @@ Exit code 0: both decide the same, whatever they predict; 1: they differ.
   splitc run build
   splitc run build --steps 100 --data mydata:batches --save trained.pt
   splitc run build --hosts node1,node2
+  splitc run build --restarts 10 --checkpoints run
   splitc run build --measure --trace steps.json
   splitc run build --measure --correct my.toml
 
@@ -86,8 +88,9 @@ options, after the folder
 
   --hosts A,B:2           copy the build to these hosts over ssh, and run it
                           there; :2 are the ranks of one (default: even)
+  --restarts N            after a failure go on from the last checkpoint
 
-A launch.py that you wrote yourself gets all but --hosts as they stand. On
+A launch.py that you wrote yourself gets all but these as they stand. On
 several machines you can also start torchrun yourself (docs/training.md);
 launch.py --measure FILE then writes what was measured:
   torchrun --nnodes 2 --nproc-per-node 4 ... build/launch.py

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitc.errors import LaunchError
-from splitc.runtime.launch.torchrun import Lines, forward, of_ranks, stopped_like_ctrl_c
+from splitc.runtime.launch.torchrun import SAVING, Ends, Lines, forward, of_ranks, stopped_like_ctrl_c
 from splitc.runtime.transport.sealed import TOKEN
 
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")  # 15 s to lose a host
 _GRACE = 15.0  # seconds for the other hosts to end by themselves once one has failed, and then when they are told to
 _PASSED_ON = ("SPLITC_", "GLOO_", "NCCL_", "OMP_", "CUDA_", "TORCH_", "PYTORCH_", "FI_", "UCX_", "PYTHONPATH")
 """How environment variables of the ranks begin."""
@@ -51,7 +51,7 @@ exec 3<&0
 "$py" -m torch.distributed.run --nnodes {hosts} --node-rank {number} --nproc-per-node {ranks} \
 --master-addr {master} --master-port {port} "$dir"/launch.py {arguments} </dev/null 3<&- &
 torchrun=$!
-(cat <&3; kill -TERM $torchrun; sleep 10; kill -KILL $torchrun) >/dev/null 2>&1 &
+(read -r stop <&3 && kill $torchrun; cat <&3; kill $torchrun; sleep 10; kill -KILL $torchrun) >/dev/null 2>&1 &
 watcher=$!
 exec 3<&-
 wait $torchrun; code=$?
@@ -89,7 +89,7 @@ def parse_hosts(text: str, world: int) -> list[Host]:
 def run_on_hosts(
     folder: Path, mark: str, hosts: Sequence[Host], arguments: Sequence[str], to: Lines | None = None
 ) -> int:
-    """Copy a folder, run its launch.py, and end it everywhere when a host fails; returns 1 then.
+    """Copy a folder, run its launch.py, and end it everywhere when a host fails; returns the exit code of launch.py.
 
     mark: in the name of the copies.  to: takes the ranks' stdout.
     """
@@ -103,7 +103,7 @@ def run_on_hosts(
         list(pool.map(lambda host, script: _copy(folder, host, script), hosts, scripts))
     paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]  # this splitc, where hosts share a disk
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a torchrun that ends later than the master warns with a page of frames
-    passed = {**quiet, TOKEN: secrets.token_hex(16)}
+    passed = {**quiet, **SAVING, TOKEN: secrets.token_hex(16)}
     passed |= {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     passed["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     run = {
@@ -118,8 +118,7 @@ def run_on_hosts(
         _RUN.format(**run, folder=copy, number=k, ranks=host.ranks)
         for k, (host, copy) in enumerate(zip(hosts, copies, strict=True))
     ]
-    with stopped_like_ctrl_c():
-        return _together(hosts, scripts, to or sys.stdout)
+    return _together(hosts, scripts, to or sys.stdout)
 
 
 def _copy(folder: Path, host: Host, script: str) -> None:
@@ -140,27 +139,38 @@ def _copy(folder: Path, host: Host, script: str) -> None:
 
 
 def _together(hosts: Sequence[Host], scripts: Sequence[str], to: Lines) -> int:
-    """Run a script on each host until all have ended, or one has failed; its lines are shown once."""
-    processes, threads, deadline = [], [], float("inf")
+    """Run a script on each host until all have ended, or one has failed; its lines are shown once.
+
+    At the first signal each torchrun is told to end, which lets ranks save; all ends at once at the second.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    threads, deadline, ends = [], float("inf"), Ends()
     shown: dict[str, object] = {}
 
     def keep(lines: Iterable[str]) -> Iterator[str]:
-        return (line for line in of_ranks(lines) if shown.setdefault(line, lines) is lines)
+        return (line for line in of_ranks(lines, ends) if shown.setdefault(line, lines) is lines)
 
-    try:
-        for host, script in zip(hosts, scripts, strict=True):
-            processes.append(process := _ssh(host, script))
-            threads.append(forward(process.stdout, to, iter))
-            threads.append(forward(process.stderr, sys.stderr, keep))
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            if deadline == float("inf") and any(process.poll() for process in processes):
-                deadline = time.monotonic() + _GRACE
-            time.sleep(0.05)
-    finally:
-        _end(processes)
-        for thread in threads:
-            thread.join(1.0)
-    return int(any(process.returncode for process in processes))
+    def ask() -> None:
+        for process in processes:
+            assert process.stdin is not None
+            with suppress(OSError):
+                os.write(process.stdin.fileno(), b"stop\n")
+
+    with stopped_like_ctrl_c(ask, ends):
+        try:
+            for host, script in zip(hosts, scripts, strict=True):
+                processes.append(process := _ssh(host, script))
+                threads.append(forward(process.stdout, to, iter))
+                threads.append(forward(process.stderr, sys.stderr, keep))
+            while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+                if deadline == float("inf") and any(process.poll() for process in processes):
+                    deadline = time.monotonic() + _GRACE
+                time.sleep(0.05)
+        finally:
+            _end(processes)
+            for thread in threads:
+                thread.join(1.0)
+    return ends.code(any(process.returncode for process in processes))
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

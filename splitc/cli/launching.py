@@ -7,7 +7,9 @@ import ast
 import importlib.util
 import os
 import re
+import shlex
 import sys
+import time
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -17,27 +19,50 @@ from splitc.cli.plan_file import read_plan_file
 from splitc.errors import LaunchError
 from splitc.ir.names import near_name
 from splitc.ir.plan import Plan
-from splitc.runtime.launch.options import add_options, check_options
+from splitc.runtime.errors import COMMAND, RESTART
+from splitc.runtime.launch.options import add_options, check_options, positive, use_checkpoints
 
 
 def launch(folder: Path, arguments: Sequence[str]) -> int:
-    """Train the build; returns 1 when a rank fails.  Raises LaunchError for mistakes, before any process starts."""
+    """Train the build, again when a rank fails and restarts are left; returns the exit code of launch.py.
+
+    Raises LaunchError for mistakes, before any process starts.
+    """
     plan = _checked(folder)
     script = folder / "launch.py"
-    hosts, others = _hosts_option().parse_known_args(arguments)
+    own, others = _own_options().parse_known_args(arguments)
     if "launch.main(" in script.read_text(encoding="utf-8", errors="replace"):  # else it is the user's own
         args = _check_arguments(arguments)
         if args.measure:
             from splitc.cli.measuring import measure
 
             return measure(folder, plan, args, measuring_options().parse_known_args(arguments)[1])
-    if hosts.hosts is not None:
-        from splitc.cli.hosts import parse_hosts, run_on_hosts
+        if own.restarts:
+            others += ["--resume", "--checkpoints", str(args.checkpoints)]
+    os.environ[COMMAND] = shlex.join(["splitc", "run", str(folder), *arguments])
+    for number in range(own.restarts + 1):
+        code = _start(folder, plan, own.hosts, others, again=number > 0)
+        if code != RESTART or number == own.restarts:
+            break
+        print(f"restart {number + 1} of {own.restarts}", file=sys.stderr, flush=True)
+    return code
 
-        return run_on_hosts(folder, plan.hash, parse_hosts(hosts.hosts, plan.world), others)
-    from splitc.runtime.launch.torchrun import torchrun
 
-    return torchrun([str(script), *arguments], plan.world).returncode and 1
+def _start(folder: Path, plan: Plan, hosts: str | None, arguments: Sequence[str], again: bool) -> int:
+    if hosts is None:
+        from splitc.runtime.launch.torchrun import torchrun
+
+        return torchrun([str(folder / "launch.py"), *arguments], plan.world, saves=True).returncode
+    from splitc.cli.hosts import parse_hosts, run_on_hosts
+
+    try:
+        return run_on_hosts(folder, plan.hash, parse_hosts(hosts, plan.world), arguments)
+    except LaunchError as error:
+        if not again:
+            raise
+        print(f"splitc: {error}", file=sys.stderr, flush=True)
+        time.sleep(10.0)  # a host may be back then
+        return RESTART
 
 
 def _checked(folder: Path) -> Plan:
@@ -101,17 +126,18 @@ def measuring_options() -> Parser:
     return parser
 
 
-def _hosts_option() -> Parser:
+def _own_options() -> Parser:
     parser = Parser(add_help=False)
-    parser.add_argument(
-        "--hosts", metavar="A,B:2", help="copy the build to these hosts over ssh, and run it there; :2 are ranks of one"
-    )
+    add = parser.add_argument
+    add("--hosts", metavar="A,B:2", help="copy the build to these hosts over ssh and run it; :2 are ranks of one")
+    again = "go on from the last checkpoint after a failure, N times at most"
+    add("--restarts", type=positive, default=0, metavar="N", help=again)
     return parser
 
 
 def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse all options, and reject once what every rank would reject."""
-    parser = Parser(prog="splitc run BUILD", add_help=False, parents=[measuring_options(), _hosts_option()])
+    parser = Parser(prog="splitc run BUILD", add_help=False, parents=[measuring_options(), _own_options()])
     parser.add_argument("-h", "--help", action="store_true")
     add_options(parser)
     args, unknown = parser.parse_known_args(arguments)
@@ -127,7 +153,10 @@ def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for option, given in (("--data", args.data), ("--eval-data", args.eval_data)):
         if given is not None:
             check_data(given, option)
+    use_checkpoints(args, args.restarts)
     check_options(args)
+    if args.measure and args.restarts:
+        parser.error("--restarts is for training; leave out --measure")
     if args.measure and args.hosts:
         parser.error("--measure runs on this machine; on several, start torchrun yourself: launch.py --measure FILE")
     for name in ("trace", "correct", "json"):

@@ -1,6 +1,12 @@
-"""The errors of running ranks that a user can catch.  They import nothing heavy, so that messages come quickly."""
+"""The errors of running ranks that a user can catch, and how ranks exit.  It imports nothing heavy: they come fast."""
 
 from collections.abc import Iterable
+
+# How a rank exits: all is done; another start may go on from a checkpoint; no other start will do better.
+DONE, RESTART, STOP = 0, 1, 3
+
+# How rank 0's line begins when all ranks have stopped for a signal; the variable that has the user's command.
+STOPPED_BY, COMMAND = "stopped by ", "SPLITC_COMMAND"
 
 
 class SplitcError(Exception):
@@ -9,6 +15,10 @@ class SplitcError(Exception):
 
 class LaunchError(SplitcError):
     """The ranks cannot be started, or do not fit what was compiled."""
+
+
+class RanksApart(LaunchError):
+    """The ranks of a start did not find each other; those of another one may."""
 
 
 class RanksFailed(LaunchError):

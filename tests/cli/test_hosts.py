@@ -142,7 +142,7 @@ def test_nothing_runs_on_when_splitc_is_interrupted_or_killed(build: Path, hosts
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert process.returncode == (0 if number == signal.SIGINT else -number)
     deadline = time.monotonic() + 30
     while of_copies(hosts) and time.monotonic() < deadline:
         time.sleep(0.2)

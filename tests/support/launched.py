@@ -98,6 +98,18 @@ def killed(worker: Worker) -> Iterator[tuple[Tensor, ...]]:
     return interrupted(worker, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def killed_once(worker: Worker) -> Iterator[tuple[Tensor, ...]]:
+    """Rank 1 is killed after its second step, in the first start of a run; the others find a file."""
+
+    def kill() -> None:
+        mark = Path(os.environ["KILLED_ONCE"])
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return interrupted(worker, kill)
+
+
 def main(folder: Path) -> None:
     """Train by a worker of a compiled program, then by one that compiles on its first batch; keep what rank 0 saw."""
     model = Perceptron(seed=5 + int(os.environ["RANK"]))  # rank 0's weights count

@@ -30,12 +30,13 @@ with suppress(ImportError):  # of Unix alone
     import fcntl
 
 METADATA = ".metadata"
+FAILURES, AT = "failures.jsonl", ".at"  # of a run's history, which lies beside its checkpoints
 AT_ONCE = 1 << 26
 """Bytes of a file that travel in one message."""
 
 _STEP = re.compile(r"step-(\d{6,})(?:\.old)?")
 _REMOVED = re.compile(rf"{_STEP.pattern}|step-\d+\.\w+\.partial")
-_OURS = re.compile(rf"{_REMOVED.pattern}|step-\d+\.superseded|\.disk-\w+")
+_OURS = re.compile(rf"{_REMOVED.pattern}|step-\d+\.superseded|\.disk-\w+|{re.escape(FAILURES)}|{re.escape(AT)}")
 
 
 def named(step: int) -> str:

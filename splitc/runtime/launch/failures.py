@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -17,33 +18,40 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from ..errors import SplitcError
+from ..errors import DONE, RESTART, STOP, LaunchError, RanksApart, SplitcError
 from ..transport.base import PeerLost
-
-DONE, RESTART, STOP = 0, 1, 3
-"""How a rank exits: all is done; another start may go on from a checkpoint; no other start will do better."""
+from .history import History
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads there why a rank failed; its folder is that of one attempt
 _ELSEWHERE = "(if a rank failed by itself, its error stands above, or on its host; --resume goes on from a checkpoint)"
 
 
-def guarded(run: Callable[[], None]) -> None:
+def guarded(run: Callable[[], None], history: History | None = None) -> None:
     """Run a rank so that the error that caused a failure is printed first, and no process keeps running.
 
     A rank that lost a peer waits a moment before it exits: by then the peer has printed its own error.  torchrun learns
-    of the ranks that failed by themselves, and stops the others.
+    of the ranks that failed by themselves, and stops the others.  history: that of a run which is started again.
     """
     rank = os.environ.get("RANK", "?")
     try:
+        if history is not None and (stop := history.begin()):
+            _exit(stop, code=STOP)
         run()
+        if history is not None:
+            history.ended()
     except SplitcError as error:
-        _exit(f"error: {with_notes(error)}")
+        wrong = isinstance(error, LaunchError) and not isinstance(error, RanksApart)
+        final = wrong and not (history and history.step)
+        _exit(f"error: {with_notes(error)}", code=STOP if final else RESTART, history=history)
     except PeerLost as error:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which torchrun ends the ranks that have nothing to add
         time.sleep(2.0)
         text = f"stopped: {with_notes(error)}\n  {_ELSEWHERE}"
         _exit(text, "a peer was lost", by_itself=False)
+    except KeyboardInterrupt:
+        os._exit(130)
     except BaseException as error:
-        _exit(f"rank {rank} failed:\n{_traceback(error)}", f"{type(error).__name__}: {error}")
+        _exit(f"rank {rank} failed:\n{_traceback(error)}", f"{type(error).__name__}: {error}", history=history)
 
 
 def guard_script() -> None:
@@ -60,7 +68,7 @@ def guard_script() -> None:
 
 
 def with_notes(error: BaseException) -> str:
-    """The text of an error and of what was noted on its way."""
+    """The text of an error and of what was history on its way."""
     return "\n  ".join([str(error), *getattr(error, "__notes__", [])])
 
 
@@ -73,16 +81,22 @@ def _traceback(error: BaseException) -> str:
     return "".join(shown.format())
 
 
-def _exit(message: str, kind: str | None = None, by_itself: bool = True) -> NoReturn:
+def _exit(
+    message: str, kind: str | None = None, by_itself: bool = True, code: int = RESTART, history: History | None = None
+) -> NoReturn:
     """End this process.  kind: what ranks with the same failure have in common."""
     sys.stdout.flush()
     first = _is_first(kind or message)
     if first:
         print(message, file=sys.stderr, flush=True)
+    if first and by_itself and history is not None and (stop := history.failed(kind or message, final=code == STOP)):
+        code = STOP
+        if stop != message:
+            print(stop, file=sys.stderr, flush=True)
     if first and by_itself and _ERROR_FILE in os.environ:
         reason = {"message": "its error is printed above", "extraInfo": {"timestamp": int(time.time())}}
         Path(os.environ[_ERROR_FILE]).write_text(json.dumps({"message": reason}), encoding="utf-8")
-    os._exit(int(first))  # a poisoned process group may block an ordinary exit
+    os._exit(code if first else DONE)  # a poisoned process group may block an ordinary exit
 
 
 def _is_first(kind: str) -> bool:

@@ -18,8 +18,10 @@ from ..data import as_tuple, drawn
 from ..errors import LaunchError
 from ..loader import Loader
 from ..spec import RankSpec
+from ..transport.torch_transport import TorchTransport
 from ..worker import Worker
 from .measured import MeasuredWorker
+from .stopping import Stopping
 
 STEPS = 10  # unless given
 
@@ -27,13 +29,13 @@ STEPS = 10  # unless given
 class Batches:
     """This rank's batches of a run, after those that the worker was trained on; its length is that of the whole run.
 
-    Iterating raises LaunchError when the data end early.
+    Iterating raises LaunchError when the data end early, and Stopped where a signal ends the run between two steps.
     """
 
     def __init__(self, worker: Worker, args: argparse.Namespace) -> None:
         self._worker, self._steps = worker, args.steps or STEPS
         self._source = found(args.data, worker) if args.data else synthetic(worker.rank.spec, args.seed)
-        self._is_given, self._loader = args.data is not None, None
+        self._is_given, self._loader, self._history = args.data is not None, None, getattr(args, "history", None)
         if isinstance(self._source, Dataset | DataLoader):
             self._loader = worker.loader(self._source, seed=args.seed)
         if args.epochs is not None:
@@ -59,13 +61,23 @@ class Batches:
         if isinstance(worker, MeasuredWorker):
             source = source if self._is_given else repeat(next(source))
             worker.recorder.align()
-        for step in range(made, len(self)):
-            try:
-                batch = next(source)
-            except StopIteration:
-                rank = worker.rank.index
-                raise LaunchError(f"the data of rank {rank} ended after {step} of {len(self)} steps") from None
-            yield batch
+        transport = worker.rank.transport
+        stopping = Stopping(transport, made) if isinstance(transport, TorchTransport) else None
+        try:
+            for step in range(made, len(self)):
+                if stopping is not None:
+                    stopping.before(step + 1, worker.cycle)
+                if self._history is not None:
+                    self._history.at(step + 1)
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    rank = worker.rank.index
+                    raise LaunchError(f"the data of rank {rank} ended after {step} of {len(self)} steps") from None
+                yield batch
+        finally:
+            if stopping is not None:
+                stopping.close()
 
 
 def evaluation(worker: Worker, args: argparse.Namespace) -> Loader | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import atexit
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import LaunchError
+from ..errors import COMMAND, STOPPED_BY, LaunchError
 from ..journal import note
 from ..live import Expected
 from ..parameter_groups import OptimizerFactory
@@ -27,10 +29,12 @@ from ..worker import Worker
 from .failures import guarded
 from .feed import STEPS, evaluation
 from .feed import Batches as batches
+from .history import History
 from .loader import load_rank, require_one_build
 from .losses import Losses as losses
 from .measured import MeasuredWorker
-from .options import add_options, check_options
+from .options import EVERY, add_options, check_options, use_checkpoints
+from .stopping import Stopped
 
 __all__ = [
     "batches",
@@ -58,7 +62,9 @@ def main(train: Callable[[argparse.Namespace], None], world: int) -> None:
         "batch is used again and again",
     )
     args = parser.parse_args()
-    guarded(lambda: train(args))
+    use_checkpoints(args, int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)))
+    args.history = History(args.checkpoints, Path(sys.argv[0])) if args.saves else None
+    guarded(lambda: train(args), args.history)
 
 
 def load_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -93,8 +99,12 @@ def open_worker(
         folder, transport if args.measure is None else Recorder(transport), optimizer, args.seed, **options
     )
     if worker.live is not None and worker.rank.index == 0:
-        worker.live.expected = _expected(folder)
-    yield worker
+        worker.live.expected = _expected(folder, worker)
+    args.save_every = args.save_every or (args.saves and -(-EVERY // worker.cycle[0]) * worker.cycle[0])
+    try:
+        yield worker
+    except Stopped as signal:
+        _stop(worker, args, signal)
     worker.close()
     if isinstance(worker, MeasuredWorker):
         all_steps = transport.gather_objects(worker.recorder.steps)
@@ -103,16 +113,27 @@ def open_worker(
     transport.close()
 
 
-def _expected(folder: Path) -> Expected:
+def _stop(worker: Worker, args: argparse.Namespace, signal: Stopped) -> None:
+    """Save what all ranks have made, and print how it goes on."""
+    rest = "nothing was saved, which --checkpoints FOLDER does"
+    if args.saves:
+        worker.save(args.checkpoints)
+        command = os.environ.get(COMMAND, "the same command with")
+        rest = f"goes on: {command}{' --resume' * ('--resume' not in command.split())}"
+    if worker.rank.index == 0:
+        print(f"{STOPPED_BY}{signal} after step {worker.steps}; {rest}", file=sys.stderr, flush=True)
+
+
+def _expected(folder: Path, worker: Worker) -> Expected:
     """What the plan of a build says of its steps, as far as it can be read."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-        told, rounds = plan["predicted"], plan.get("rounds") or {}
+        told = plan["predicted"]
         look = f"splitc calibrate -o now.toml, then splitc inspect MODEL --world {plan['world']} --cluster now.toml"
         return Expected(
             max((phases["step"] for phases in told), default=0.0),
             [phases["compute"] for phases in told],
-            rounds.get("steps", 1) * plan.get("accumulate", 1),
+            worker.cycle[0],
             lambda cause: f"whether another plan would be faster: {look}",
             lambda seconds: note(plan, seconds, folder.name),
         )

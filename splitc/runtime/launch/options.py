@@ -9,6 +9,8 @@ from pathlib import Path
 
 from ..errors import LaunchError
 
+EVERY = 100  # steps between checkpoints, unless given
+
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
@@ -37,10 +39,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), help="default: the GPUs, where torch sees any")
     add("--save", type=Path, metavar="FILE", help="write the trained model's state_dict there")
     add("--save-every", type=positive, metavar="N", help="write a checkpoint every N steps, and after the last")
-    add("--checkpoints", type=Path, default=Path("checkpoints"), metavar="FOLDER", help="default: checkpoints")
+    add(
+        "--checkpoints",
+        type=Path,
+        metavar="FOLDER",
+        help=f"default: checkpoints; without --save-every each {EVERY} steps",
+    )
     add("--check-replicas", type=positive, metavar="N", help="compare what several ranks hold every N steps")
     add("--resume", action="store_true", help="go on from the last checkpoint there, if there is one")
     add("--tensorboard", type=Path, metavar="FOLDER", help="write losses there, where TensorBoard is installed")
+
+
+def use_checkpoints(args: argparse.Namespace, restarts: int) -> None:
+    """Complete the options of checkpoints; restarts: how often a run that fails is started again.
+
+    saves: whether there are any.
+    """
+    args.saves = bool(args.save_every or args.checkpoints or restarts)
+    args.checkpoints = args.checkpoints or Path("checkpoints")
+    args.resume = args.resume or restarts > 0
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -51,7 +68,7 @@ def check_options(args: argparse.Namespace) -> None:
         raise LaunchError("--eval-every needs --eval-data MODULE:FUNCTION, what to evaluate on")
     if args.epochs is not None and args.data is None:
         raise LaunchError("--epochs needs --data MODULE:FUNCTION that gives a Dataset; synthetic batches have no end")
-    there = sorted(path.name for path in args.checkpoints.glob("step-*[0-9]")) if args.save_every else []
+    there = sorted(path.name for path in args.checkpoints.glob("step-*[0-9]")) if args.saves else []
     if there and not args.resume:
         raise LaunchError(
             f"{args.checkpoints} holds {there[-1]} of an earlier run; go on from it with --resume, or give another "

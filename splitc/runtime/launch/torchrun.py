@@ -1,4 +1,4 @@
-"""Run torchrun on this machine, and terminate it with all its ranks when this process is interrupted.
+"""Run torchrun on this machine, and end it with all its ranks when this process is interrupted.
 
 torchrun starts every rank in a new session, which a terminal's Ctrl-C does not reach, and a killed torchrun leaves its
 ranks running.  So torchrun runs in a new session too, and an interrupt terminates its whole process tree here.
@@ -18,14 +18,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, Protocol
 
+from ..errors import DONE, RESTART, STOP, STOPPED_BY
 from ..transport.sealed import TOKEN
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL
-_STOPS = ("SIGTERM", "SIGHUP")  # end the ranks as Ctrl-C does
+SAVING = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}  # seconds that torchrun leaves ranks to save; else 30
+_STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
 class Lines(Protocol):
@@ -35,23 +38,39 @@ class Lines(Protocol):
     def flush(self) -> object: ...
 
 
-def torchrun(
-    arguments: Sequence[str], world: int, quiet: bool = False, to: Lines | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run `arguments` on `world` processes of this machine.  quiet: capture the output instead of printing it.
+@dataclass
+class Ends:
+    """How ranks have ended, as their lines say.
 
-    to: takes the lines of stdout.
+    stopped: all after the same step, for a signal.  final: another start will do no better.
+    """
+
+    stopped: bool = False
+    final: bool = False
+
+    def code(self, failed: object) -> int:
+        """What a run exits with; failed: whether a torchrun did."""
+        return DONE if self.stopped else STOP if self.final else RESTART if failed else DONE
+
+
+def torchrun(
+    arguments: Sequence[str], world: int, quiet: bool = False, to: Lines | None = None, saves: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run `arguments` on `world` processes of this machine; the returncode is that of their launch.py.
+
+    quiet: capture the output instead of printing it.  to: takes the lines of stdout.
+    saves: at the first signal the ranks are asked to stop after a step; they end at once at the second.
 
     Of what stands on stderr the ranks' own lines are kept, see `of_ranks`.
     Raises KeyboardInterrupt when it is interrupted, after all its processes have ended.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     own = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), TOKEN: secrets.token_hex(16)}
-    environment = {**own, **os.environ}
+    environment = {**own, **SAVING, **os.environ}
     home = str(Path(__file__).parents[3])  # the ranks use this splitc, wherever it was imported from
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), home]))
-    command, kept = [*launcher, *arguments], io.StringIO()
-    with stopped_like_ctrl_c():
+    command, kept, ends = [*launcher, *arguments], io.StringIO(), Ends()
+    with stopped_like_ctrl_c((lambda: process.send_signal(signal.SIGTERM)) if saves else None, ends):
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE if quiet or to else None,
@@ -59,7 +78,7 @@ def torchrun(
             env=environment,
             start_new_session=True,
         )
-        forwarding = forward(process.stderr, kept if quiet else sys.stderr, of_ranks)
+        forwarding = forward(process.stderr, kept if quiet else sys.stderr, lambda lines: of_ranks(lines, ends))
         output = b""
         try:
             if to is not None:
@@ -72,7 +91,9 @@ def torchrun(
             end_tree(process)
             raise
         forwarding.join(GRACE)  # a process that outlives its rank may keep the pipe open
-    return subprocess.CompletedProcess(command, process.returncode, output.decode(errors="replace"), kept.getvalue())
+    return subprocess.CompletedProcess(
+        command, ends.code(process.returncode), output.decode(errors="replace"), kept.getvalue()
+    )
 
 
 def forward(pipe: IO[bytes] | None, to: Lines, keep: Callable[[Iterable[str]], Iterable[str]]) -> threading.Thread:
@@ -90,23 +111,36 @@ def forward(pipe: IO[bytes] | None, to: Lines, keep: Callable[[Iterable[str]], I
     return thread
 
 
-def of_ranks(lines: Iterable[str]) -> Iterator[str]:
-    """The lines that ranks wrote, of all that stands on torchrun's stderr.
+def of_ranks(lines: Iterable[str], ends: Ends) -> Iterator[str]:
+    """The lines that ranks wrote, of all that stands on torchrun's stderr; what they say of their end goes into `ends`.
 
     Once a rank has failed torchrun says so, ends the others, and lists them; of that only is kept how a rank ended that
-    could not say so itself.
+    could not say so itself.  What it says when a signal ends it is left out.
     """
+    held = ""
     for line in lines:
+        if held and '"<frozen runpy>"' in line:  # torchrun's own, since ranks are started by their files
+            deque(lines, maxlen=0)
+            return
+        if held:
+            yield held
+        held = line if line.startswith("Traceback (") else ""
+        if held:
+            continue
+        ends.stopped |= line.startswith(STOPPED_BY)
         if ended := re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", line):
             number, rank = int(ended[1]), ended[2]
+            ends.final |= number == STOP
             if number < 0:
                 hint = " (of the kernel, when memory runs out)" * (-number == signal.SIGKILL)
                 yield f"local rank {rank} was ended by {signal.Signals(-number).name}{hint}\n"
-            elif number > 1:
+            elif number not in (RESTART, STOP):
                 yield f"local rank {rank} ended with exit status {number}\n"
             deque(lines, maxlen=0)  # read on, since the pipe must not fill
         elif not re.match(r"[A-Z]\d{4} .*torch/distributed/|\[W.*\[c10d\] The hostname of the client", line):
             yield line
+    if held:
+        yield held
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
@@ -124,21 +158,31 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def stopped_like_ctrl_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt for the signals that end a process, in the main thread."""
+def stopped_like_ctrl_c(ask: Callable[[], object] | None, ends: Ends) -> Iterator[None]:
+    """Raise KeyboardInterrupt for the signals that end a process, in the main thread.
+
+    ask: called for the first one in place of that; then it is raised at the end, unless ranks have stopped as asked.
+    """
+    asked: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        if ask is None or asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        ask()
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {getattr(signal, name): signal.signal(getattr(signal, name), stop) for name in _STOPS}
+    numbers = [getattr(signal, name) for name in _STOPS if hasattr(signal, name)]
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if asked and not ends.stopped:
+        raise KeyboardInterrupt
 
 
 def _signal(processes: Sequence[int], number: int) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ..errors import BackendError, LaunchError
+from ..errors import BackendError, LaunchError, RanksApart
 from ..heap import keep_memory
 from .agreement import require_equal, versions
 from .devices import Seat, choose, device_of, in_words, wanted
@@ -127,7 +127,7 @@ def _finding_others(seconds: float) -> Iterator[None]:
         rank, world, master, port = (os.environ.get(name, "?") for name in _ENVIRONMENT)
         if fails_by_itself(error):
             raise BackendError(f"rank {rank} of {world}: {cause(error)}") from error
-        raise LaunchError(
+        raise RanksApart(
             f"rank {rank} of {world} did not find the others at {master}:{port} within {seconds:g} s "
             f"over the interface {os.environ.get('GLOO_SOCKET_IFNAME', 'of the host name')} (GLOO_SOCKET_IFNAME): "
             f"{cause(error)}"

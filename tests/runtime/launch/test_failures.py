@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from splitc.errors import LaunchError
+from splitc.runtime.errors import STOP
 from splitc.runtime.launch.failures import guarded
 from splitc.runtime.transport.base import PeerLost
 
@@ -45,14 +46,14 @@ def fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, Base
 def test_an_error_that_all_ranks_of_a_host_have_is_printed_by_the_first(
     fail: Callable[..., object], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert [fail(rank, LaunchError("a wrong build")) for rank in range(3)] == [1, 0, 0]
+    assert [fail(rank, LaunchError("a wrong build")) for rank in range(3)] == [STOP, 0, 0]
     assert capfd.readouterr().err == "error: a wrong build\n"
     assert json.loads((tmp_path / "0" / "error.json").read_text())["message"]["message"] == "its error is printed above"
     assert not (tmp_path / "1" / "error.json").exists()
 
 
 def test_different_errors_are_all_printed(fail: Callable[..., object], capfd: pytest.CaptureFixture[str]) -> None:
-    assert [fail(rank, LaunchError(f"rank {rank} is wrong")) for rank in range(2)] == [1, 1]
+    assert [fail(rank, LaunchError(f"rank {rank} is wrong")) for rank in range(2)] == [STOP, STOP]
     assert capfd.readouterr().err == "error: rank 0 is wrong\nerror: rank 1 is wrong\n"
 
 

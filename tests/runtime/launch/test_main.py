@@ -109,10 +109,11 @@ def test_a_build_that_ends_within_a_round_saves_the_average_of_its_units(tmp_pat
 @pytest.mark.processes
 def test_a_run_goes_on_from_its_last_checkpoint_and_evaluates(build: Path, tmp_path: Path) -> None:
     dataset, folder = "tests.runtime.launch.test_feed:dataset", tmp_path / "run"
-    common = ["--data", dataset, "--eval-data", dataset, "--checkpoints", folder]
+    common: list[Any] = ["--data", dataset, "--eval-data", dataset]
     pattern = re.compile(r"^step (\d+)  (loss|evaluation) (\S+)", re.MULTILINE)
     code, whole, _ = launch(build / "launch.py", *common, "--epochs", 2, "--eval-every", 3)
     assert code == 0, whole
+    common += ["--checkpoints", folder]
     code, begun, _ = launch(build / "launch.py", *common, "--steps", 5, "--eval-every", 3, "--save-every", 2)
     assert code == 0, begun
     code, ended, _ = launch(build / "launch.py", *common, "--epochs", 2, "--eval-every", 3, "--resume")

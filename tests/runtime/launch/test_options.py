@@ -9,13 +9,15 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from splitc.errors import LaunchError
-from splitc.runtime.launch.options import add_options, check_options
+from splitc.runtime.launch.options import add_options, check_options, use_checkpoints
 
 
-def parsed(*arguments: str) -> argparse.Namespace:
+def parsed(*arguments: str, restarts: int = 0) -> argparse.Namespace:
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_options(parser)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    use_checkpoints(args, restarts)
+    return args
 
 
 WRONG = [
@@ -43,6 +45,14 @@ def test_an_earlier_run_is_resumed_or_left_alone(tmp_path: Path, monkeypatch: py
     (tmp_path / "checkpoints" / "step-000020").mkdir(parents=True)
     for arguments in (["--save-every", "5", "--resume"], [], ["--save-every", "5", "--checkpoints", "others"]):
         check_options(parsed(*arguments))
+    check_options(parsed(restarts=1))
+
+
+def test_checkpoints_are_written_where_a_folder_or_restarts_ask_for_them() -> None:
+    assert [parsed().saves, parsed("--resume").saves] == [False, False]
+    assert [parsed("--checkpoints", "run").saves, parsed("--save-every", "5").saves] == [True, True]
+    args = parsed(restarts=2)
+    assert (args.saves, args.resume, args.checkpoints) == (True, True, Path("checkpoints"))
 
 
 def test_steps_and_epochs_exclude_each_other() -> None:
