@@ -10,10 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from splitc.cli import hosts as hosts_module
+from splitc.cli import launching
 from splitc.cli.hosts import Host, parse_hosts
 from splitc.cli.plan_file import read_plan_file
 from splitc.errors import LaunchError
@@ -54,6 +56,36 @@ def test_what_gpus_and_networks_are_told_is_told_on_the_hosts_too(
     (exported,) = re.findall(r"^export (.*TORCH.*)$", seen[0], re.MULTILINE)
     passed = {name for name in given if f"{name}={given[name]}" in exported.split()}
     assert passed == given.keys() - {"TORCHELASTIC_RUN_ID", "RANK"}
+
+
+def test_a_run_on_hosts_is_started_again_also_when_one_is_lost_until_another_start_does_no_better(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "launch.py").write_text("launch.main(train, 2)")
+    outcomes: Iterator[int | LaunchError] = iter([1, LaunchError("--hosts: b: No route to host"), 3])
+    given: list[list[str]] = []
+
+    def run(folder: Path, mark: str, hosts: list[Host], arguments: list[str]) -> int:
+        given.append(arguments)
+        if isinstance(outcome := next(outcomes), LaunchError):
+            raise outcome
+        return outcome
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPLITC_COMMAND", "")  # which is set
+    monkeypatch.setattr(launching, "_checked", lambda folder: SimpleNamespace(world=2, hash="abc"))
+    monkeypatch.setattr(hosts_module, "run_on_hosts", run)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    options = ["--steps", "9", "--hosts", "a,b", "--restarts", "5"]
+    assert launching.launch(tmp_path, options) == 3
+    assert given == [["--steps", "9", "--resume", "--checkpoints", "checkpoints"]] * 3
+    assert capsys.readouterr().err.splitlines() == [
+        "restart 1 of 5", "splitc: --hosts: b: No route to host", "restart 2 of 5",
+    ]  # fmt: skip
+    assert os.environ["SPLITC_COMMAND"] == f"splitc run {tmp_path} --steps 9 --hosts a,b --restarts 5"
+    outcomes = iter([LaunchError("--hosts: nowhere")])  # at the first start it is the user who is wrong
+    with pytest.raises(LaunchError, match="nowhere"):
+        launching.launch(tmp_path, options)
 
 
 # -- with processes ----------------------------------------------------------------------------------------------------

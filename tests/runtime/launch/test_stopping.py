@@ -115,6 +115,8 @@ def test_a_rank_that_has_made_all_steps_holds_up_nobody() -> None:
 
     ranks = Ranks(2, 3, before, lambda step: (1, 0))
     ranks.threads[0].join(10)
+    while ranks.made[1] < 2:
+        time.sleep(1e-3)
     begun = time.monotonic()
     ranks.stoppings[1].ask("SIGTERM")
     last.set()
