@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+from ..errors import RESTART
 from .page import LONG, alone, page
 from .state import State, where
 
@@ -46,7 +47,7 @@ class Watch:
         floor: float,
         host: str,
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
-        end: Callable[[], None] = lambda: os._exit(1),
+        end: Callable[[], None] = lambda: os._exit(RESTART),
         patience: float | None = None,
     ) -> None:
         self._rank, self._world, self._waits = transport.rank, transport.world, transport.waits
