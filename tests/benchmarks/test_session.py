@@ -75,7 +75,7 @@ def test_ranks_take_builds_in_and_out_and_run_them_in_any_order(session: Session
 
 @pytest.mark.slow
 def test_an_error_of_a_rank_is_shown_and_ends_the_session(tmp_path: Path) -> None:
-    words = r"(?s)rank \d ended with status 1 before 'load':.*weights.pt is missing"
+    words = r"(?s)rank \d ended with status 3 before 'load':.*weights.pt is missing"
     with OnLoopback(2) as testbed, pytest.raises(BenchmarkError, match=words), Session(testbed) as session:
         session.load("nothing", tmp_path)
 
