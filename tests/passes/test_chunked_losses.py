@@ -189,6 +189,11 @@ def of_means(net: Any, h: Tensor, y: Tensor) -> Any:
     return sum(F.cross_entropy(net.lm_head(x), t) for x, t in zip(h.split(5), y.split(5), strict=False)) / 4
 
 
+def of_chunk_means(net: Any, h: Tensor, y: Tensor) -> Any:
+    h, y = h[:, 0], y[:, 0]
+    return sum(F.cross_entropy(net.lm_head(x), t) / 4 for x, t in zip(h.chunk(4), y.chunk(4), strict=True))
+
+
 def weighted_by_turn(net: Any, h: Tensor, y: Tensor) -> Any:
     h, y = rows(h, y)
     each = [F.cross_entropy(net.lm_head(x), t, reduction="sum") for x, t in zip(h.split(5), y.split(5), strict=False)]
@@ -203,7 +208,7 @@ def halves(net: Any, h: Tensor, y: Tensor) -> Any:
 def with_logits(net: Any, h: Tensor, y: Tensor) -> Any:
     total: Any = 0.0
     h, y = rows(h, y)
-    for x, t in zip(h.split(5), y.split(5), strict=True):
+    for x, t in zip(h.split(5), y.split(5), strict=False):
         logits = net.lm_head(x)
         total = total + F.cross_entropy(logits, t, reduction="sum") + 0.1 * logits.logsumexp(-1).square().sum()
     return total / y.numel()
@@ -228,10 +233,13 @@ def own_function(net: Any, h: Tensor, y: Tensor) -> Any:
     return total / y.numel()
 
 
+ROWS: dict[Loss, int] = {of_chunk_means: 30, with_logits: 32}  # of which one more make as many chunks
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [of_means, weighted_by_turn, halves, with_logits, own_function])
-def test_other_loops_over_chunks_stay_as_they_are(run: Loss) -> None:
-    program = compiled(Language(run).double(), text(), None, None, 2, "data_parallel")
+@pytest.mark.parametrize("run", [of_means, of_chunk_means, weighted_by_turn, halves, with_logits, own_function])
+def test_other_loops_over_chunks_run_on_the_whole_batch(run: Loss) -> None:
+    program = compiled(Language(run).double(), text(ROWS.get(run, 8)), None, None, 2, "data_parallel")
     assert losses_of(program) == []
     holds(program)
 

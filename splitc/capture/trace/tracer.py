@@ -125,7 +125,9 @@ class Tracer:
     def _record(self, call: Call, name: str | None) -> Any:
         if (form := self.random.form(call)) is not None:
             return self.random.run(form, call)
-        if self.joins and (how := chunks_in(call)) is not None:
+        if (how := chunks_in(call)) is not None:
+            if not self.joins:
+                raise Unsupported(f"{call.name} divides the batch; sum a loss over its parts, with reduction='sum'")
             whole = Call("call_function", chunk_of, call.args[:1], how)
             return (self._result(whole, call.args[0]._values),)
         if call.target is setattr:
