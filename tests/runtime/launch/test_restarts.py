@@ -71,7 +71,8 @@ def test_a_run_killed_in_forward_in_an_exchange_and_in_a_checkpoint_ends_bit_for
 def test_three_failures_at_a_step_stop_a_run_and_every_further_start_of_it(found: Found) -> None:
     own = [codes[1] for codes, _ in found.starts["fails"]]
     assert own[:3] == [1, 1, 3], found.log("fails")
-    assert sorted(found.codes("fails")[3]) == [0, 3]
+    *others, last = sorted(found.codes("fails")[3])
+    assert last == 3 and others[0] in (0, -signal.SIGTERM)  # as soon as torchrun sees it
     log = found.log("fails")
     assert len(re.findall("^ValueError: rank 1 has had enough$", log, re.M)) == 3  # the traceback of each start, once
     assert log.count("step 5 failed 3 times, at last by: rank 1: ValueError: rank 1 has had enough") == 2
