@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -13,7 +14,7 @@ from torch import Tensor
 from . import data, moments
 from .averages import MovingAverages
 from .compiled_stages import CompiledStages
-from .errors import LaunchError
+from .errors import LaunchError, NonFiniteError
 from .evaluation import Evaluation
 from .failed_step import failed_step
 from .features import FEATURES
@@ -28,7 +29,7 @@ from .stage_state import StageState
 from .transport.agreement import agreed, require_equal
 from .transport.base import Transport
 from .transport.torch_transport import TorchTransport
-from .updates import DYNAMIC, LossScale, Updates
+from .updates import DYNAMIC, SKIP, LossScale, Updates
 
 
 class GeneratedModule(Protocol):
@@ -57,7 +58,8 @@ class Training:
     accumulate: batches to an update, None: as planned; gradients are the mean over them, as of losses divided by it.
     elementwise: True vouches that the optimizer updates each element from its own gradients alone; otherwise that is
     tried on small tensors where a rank has a part of the model, and the factory is called for each trial too.
-    check_finite: a step whose loss or gradients are not finite updates nothing, and raises NonFiniteError everywhere.
+    check_finite: a step whose loss or gradients are not finite updates nothing, and raises NonFiniteError everywhere;
+    "skip": rank 0 says so on stderr, and the run goes on.
     ema: the weight of `averages` beside a new update, exponential moving ones of the parameters; None: none.
     loss_scale: of a program in float16, a number or "dynamic", which None is too; see `LossScale`.
     compile_stages: run stages under torch.compile where that is faster; a backend of it by name, throughout.
@@ -77,7 +79,7 @@ class Training:
         accumulate: int | None = None,
         seed: int = 0,
         elementwise: bool = False,
-        check_finite: bool = False,
+        check_finite: bool | str = False,
         ema: float | None = None,
         loss_scale: float | str | None = None,
         compile_stages: bool | str = False,
@@ -169,6 +171,7 @@ class Training:
             self._examples = 0
         context = self._context(True, is_first, is_last)
         self._evaluation.alike = False
+        self._updates.begin()
         with failed_step(self._program, self._steps + 1), self.rank.step(context) as comms:
             for feature in self._features:
                 feature.begin(comms)
@@ -177,11 +180,11 @@ class Training:
             for feature in self._features:
                 feature.after_backward(context)
             is_wrong = self._updates.finish(loss, is_last)
-        if is_wrong:
-            self._steps -= position  # the update begins anew
-            raise self._updates.error(self._steps + position + 1, loss)
-        for buffer, value in context.stored:
+        for buffer, value in context.stored if not is_wrong else ():
             buffer.copy_(value)
+        if is_wrong:
+            self._updates.undo()
+            self._not_finite(self._updates.error(self._steps + 1, loss), position)
         self._steps += 1
         self._examples += self.batch_offsets[-1]
         if is_last and not self._updates.overflow:
@@ -251,6 +254,14 @@ class Training:
             raise LaunchError(f"sizes are {sizes!r:.60}; give a whole number of examples for each reader")
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _not_finite(self, error: NonFiniteError, position: int) -> None:
+        """Raise the error of a step, of those of an update at this position, or say on rank 0 that it is left out."""
+        if self._updates.check_finite != SKIP:
+            self._steps -= position  # the update begins anew
+            raise error
+        if self.rank.index == 0:
+            print(f"left out: {error}", file=sys.stderr, flush=True)
 
     def _make_optimizers(self, factory: OptimizerFactory | None, elementwise: bool) -> Made:
         if factory is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from .errors import LaunchError, NonFiniteError
 from .stage_state import StageState
 from .transport.base import Transport
 
-DYNAMIC = "dynamic"
+DYNAMIC, SKIP = "dynamic", "skip"
 
 
 class LossScale:
@@ -53,27 +53,44 @@ class LossScale:
 class Updates:
     """The gradients of a rank's updates.
 
-    clip_norm: None leaves them.  check_finite: raise for what is not finite.  scale: of programs in float16.
-    total: their norm before they were clipped, where it is known.  overflow: whether some are not finite on any rank,
-    where that is checked or the loss is scaled.
+    clip_norm: None leaves them.  check_finite: raise for what is not finite, or "skip" it.  scale: of programs in
+    float16.
+    total: their norm before they were clipped, where it is known.  overflow: whether some, or a loss that is checked,
+    are not finite on any rank, where that is checked or the loss is scaled.
     """
 
     state: StageState
     accumulate: int
     clip_norm: float | None
-    check_finite: bool
+    check_finite: bool | str
     scale: LossScale | None
     total: Tensor | None = None
     overflow: bool = False
+    _is_spoilt: bool = False  # a batch of this update
+    _kept: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.check_finite not in (False, True, SKIP):
+            raise LaunchError(f'check_finite={self.check_finite!r}: give True, or "skip" to leave such updates out')
 
     @property
     def loss_scale(self) -> float:
         return 1.0 if self.scale is None else self.scale.value
 
+    def begin(self) -> None:
+        """Keep the buffers, in which nothing of a step is to remain that is not finite."""
+        buffers = [*self.state.stage.buffers()] if self.check_finite else []
+        self._kept = self._kept or [each.clone() for each in buffers]
+        _copy(self._kept, buffers)
+
+    def undo(self) -> None:
+        """Give the buffers what they had when the step began."""
+        _copy([*self.state.stage.buffers()], self._kept)
+
     def finish(self, loss: Tensor, is_last: bool) -> bool:
         """Make of the gradients of accumulated batches, after the last one, those of the update.  Collective.
 
-        Returns whether the step is to raise `error`.  An overflow that a dynamic scale answers is no reason.
+        Returns whether the step has an `error`.  An overflow that a dynamic scale answers is none.
         """
         for _, parameter in self.state.trained if is_last else ():
             if (gradient := parameter.grad) is not None and (gradient.is_conj() or gradient.is_neg()):
@@ -90,7 +107,9 @@ class Updates:
             self.state.transport.all_reduce(flags, self.state.everyone, maximum=True).wait()
             loss_overflows, self.overflow = flags.bool().tolist()
             answered = self.scale is not None and self.scale.is_dynamic
-            wrong = self.check_finite and (loss_overflows or (self.overflow and not answered))
+            wrong = bool(self.check_finite) and (loss_overflows or (self.overflow and not answered))
+            self._is_spoilt = self._is_spoilt or wrong
+            self.overflow, self._is_spoilt = self.overflow or self._is_spoilt, self._is_spoilt and not is_last
         if is_last and self.scale is not None:
             self.scale.count(self.overflow)
         if is_last and self.clip_norm is not None:
@@ -127,6 +146,11 @@ class Updates:
             f"step {step}: the loss is {loss.item():g}{gradients}; no parameter was updated; look at this batch, lower "
             f"the learning rate, or give clip_norm="
         )
+
+
+def _copy(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> None:
+    for to, what in zip(_by_dtype(tensors), _by_dtype(others), strict=True):
+        torch._foreach_copy_(to, what)
 
 
 def norm(transport: Transport, counted: Iterable[Tensor], ranks: tuple[int, ...]) -> Tensor:

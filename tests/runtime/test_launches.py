@@ -77,6 +77,7 @@ def test_what_happens_to_gradients_launches_as_much_for_many_parameters_as_for_f
     plain = [of_step(program, optimizer=foreach).ops for program in programs]
     for asked, ops in (({"clip_norm": 1.0}, 2), ({"check_finite": True}, 1)):
         many, few = (of_step(p, optimizer=foreach, **asked).ops - q for p, q in zip(programs, plain, strict=True))
+        assert many.pop("_foreach_copy", 0) == 2 * ("check_finite" in asked), "buffers, of two dtypes"
         assert many == few
         of_gradients = sum(n for name, n in many.items() if name.startswith("_foreach"))
         assert of_gradients == ops and many.total() <= 16, "the others are of single numbers"

@@ -145,6 +145,36 @@ def test_a_loss_that_is_not_finite_is_told_in_any_of_the_accumulated_batches() -
         assert said.startswith("step 1: the loss is nan") and steps == 2
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_update_that_is_not_finite_is_left_out_and_nothing_remains_of_it(
+    accumulate: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 3))
+    x, y = torch.randn(8, 1, 8, 8), torch.arange(8) % 3
+    program = compiled(model, x[:4], y[:4], F.cross_entropy, 2, "data_parallel")
+
+    def run(worker: Worker, bad: bool) -> dict[str, Tensor] | None:
+        own = part_of(worker, (x, y), program.plan.local_batches)
+        for factor in [1.0] * accumulate + ([float("nan")] + [1.0] * (accumulate - 1)) * bad + [1.0] * accumulate:
+            worker.step(own[0] * factor, own[1])
+        assert worker.steps == accumulate * (2 + bad)
+        return worker.state_dict()
+
+    clean = on_workers(program, lambda worker: run(worker, False), accumulate=accumulate)[0]
+    assert clean is not None
+    found = on_workers(program, lambda worker: run(worker, True), accumulate=accumulate, check_finite="skip")[0]
+    if accumulate == 1:
+        assert_same(found, clean, 0)
+    assert found is not None and all(bool(each.isfinite().all()) for each in found.values())
+    said = capfd.readouterr().err
+    assert said.startswith(f"left out: step {accumulate + 1}: the loss is nan, the gradients of ")
+
+
+def test_another_policy_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r'check_finite=.stop.: give True, or "skip"'):
+        on_workers(planned(2, "data_parallel"), lambda worker: None, check_finite="stop")
+
+
 # -- the scale of the loss ---------------------------------------------------------------------------------------------
 
 

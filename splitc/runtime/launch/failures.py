@@ -68,7 +68,7 @@ def guard_script() -> None:
 
 
 def with_notes(error: BaseException) -> str:
-    """The text of an error and of what was history on its way."""
+    """The text of an error and of what was noted on its way."""
     return "\n  ".join([str(error), *getattr(error, "__notes__", [])])
 
 

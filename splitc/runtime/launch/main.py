@@ -94,7 +94,9 @@ def open_worker(
     _check_options(folder, args)
     transport = init(world, args.backend, args.device, tell=True)
     require_one_build(folder, transport)
-    options = {"compile_stages": args.compile_stages, "check_replicas": args.check_replicas, **options}
+    finite = {None: False, "stop": True}.get(args.check_finite, args.check_finite)
+    checks = {"check_finite": finite, "check_replicas": args.check_replicas}
+    options = {"compile_stages": args.compile_stages, **checks, **options}
     worker = load_worker(
         folder, transport if args.measure is None else Recorder(transport), optimizer, args.seed, **options
     )

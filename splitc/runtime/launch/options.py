@@ -45,6 +45,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help=f"default: checkpoints; without --save-every each {EVERY} steps",
     )
+    finite = "what a loss or gradient that is not finite does: end the run, or leave its update out"
+    add("--check-finite", choices=("stop", "skip"), help=finite)
     add("--check-replicas", type=positive, metavar="N", help="compare what several ranks hold every N steps")
     add("--resume", action="store_true", help="go on from the last checkpoint there, if there is one")
     add("--tensorboard", type=Path, metavar="FOLDER", help="write losses there, where TensorBoard is installed")
