@@ -106,6 +106,7 @@ def test_what_gains_nothing_and_whole_numbers_travel_as_they_are() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_the_error_of_a_sum_in_float32_does_not_grow_with_the_ranks_as_that_of_a_ring_does() -> None:
     def summed(t: Transport) -> Tensor:
         total = numbers(t.rank, 2048)
