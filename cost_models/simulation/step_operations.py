@@ -5,7 +5,8 @@ A rank follows its action list; layers take their roofline times, messages and c
     forward, backward   layer after layer; communication of a node is waited for at that node
     recv, modulo, ...   waited for at once, in microbatches by what computes with it; sends until the end of the step
     all_reduce, push    begun when backward has filled the bucket, waited for after it, in microbatches at the end
-    multiply            waits for the gather of late-multiplied layers, which began with the last error; then dW = E^T X
+    multiply            waits for the gathers of late-multiplied layers, which began with the last error, or with
+                        forward those of known indices; then dW = E^T X
     update              the optimizer, bound by memory
     deal, average, ...  in the step of a round after whose update they happen; some travel under further updates
 """
@@ -16,6 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
+
+from torch import fx
 
 from splitc.cost_models.simulation.batches import Batch
 from splitc.cost_models.simulation.operations import Begin, Compute, Mark, Operation, Transfer, Wait
@@ -154,7 +157,7 @@ class Step:
             layer = info(node).layer
             if first.get(layer) is node:
                 self._done.append(Compute(layer, self._layer(stage, layer, action)[0]))
-            self._wait(started[node]) if node in started else self._block(exchanged.get(node.name, ()))
+            self._wait(started[node]) if node in started else self._exchange(node, exchanged.get(node.name, ()))
 
     def _backward(self, stage: Stage, action: Action, later: tuple[Action, ...]) -> None:
         """Run the layers from the last to the first; begin a bucket when its last gradient has been computed."""
@@ -165,11 +168,9 @@ class Step:
         late, done, alone = set[str](), set[str](), set[str]()
         for node in reversed(list(stage.graph.nodes)):
             layer, ops = info(node).layer, exchanged.get(node.name, ())
+            self._exchange(node, ops)
             if finish_of(node):
                 late.add(layer)
-                self._gathers += zip(ops, self._begin(ops), strict=True)
-            else:
-                self._block(ops)
             if node.target is comm_ops.linear and tensor_spec(node.args[0]).requires_grad:
                 alone.add(layer)
             if first.get(layer) is not node:
@@ -187,6 +188,13 @@ class Step:
                 self._start(waiting.pop(0))
         for left_over in waiting:
             self._start(left_over)
+
+    def _exchange(self, node: fx.Node, ops: Sequence[WireOp]) -> None:
+        """Begin what a node exchanges, and wait for what no later action waits for."""
+        if finish_of(node):
+            self._gathers += zip(ops, self._begin(ops), strict=True)
+        else:
+            self._block(ops)
 
     def _start(self, action: Action) -> None:
         """Begin the all-reduce or the push of a bucket."""

@@ -8,7 +8,7 @@ communicates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,10 @@ def late_multiply(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return torch.nn.functional.linear(value, weight, bias)
 
 
+def gather_indices(indices: Sequence[torch.Tensor]) -> None:
+    """Begin to all-gather the indices of late tables, which travel under forward and backward."""
+
+
 def late_embedding(
     indices: torch.Tensor,
     weight: torch.Tensor,
@@ -54,10 +58,12 @@ def late_embedding(
     padding_idx: int | None = None,
     sparse: bool = False,
     pool: str = "",
+    gathered: int | None = None,
 ) -> torch.Tensor:
     """Look up rows of a table.  Backward all-gathers indices and output errors; every rank adds them to its rows.
 
     pool: the method, sum or mean, that makes one row of those of each example.
+    gathered: which of those of `gather_indices` the indices are; None: they travel with the errors.
     """
     rows = F.embedding(indices, weight, padding_idx, sparse=sparse)
     return getattr(rows, pool)(1) if pool else rows
@@ -71,6 +77,7 @@ def late_embedding_bag(
     per_sample_weights: torch.Tensor | None = None,
     padding_idx: int | None = None,
     sparse: bool = False,
+    gathered: int | None = None,
 ) -> torch.Tensor:
     """Sum or average rows of bags, whose indices and weights, and the bags' errors, are all-gathered likewise."""
     options: dict[str, Any] = {"mode": mode, "padding_idx": padding_idx, "sparse": sparse}
@@ -268,7 +275,7 @@ class CommOp:
     collective, one after the other; both of a transition see `transition_of`.
     draws: it draws random numbers.  denominator: its result is the same on all ranks of a role.
     finish: the action after the last backward that waits for the inputs and output errors of all its nodes in a stage,
-    which travel in a gather of each dtype, and makes gradients of them.
+    which travel in a gather of each dtype, indices perhaps from forward on, and makes gradients of them.
     """
 
     collective: Collective = Collective.NONE
@@ -281,15 +288,16 @@ class CommOp:
     finish: str = ""
 
 
-_SUM = Collective.ALL_REDUCE
+_SUM, _GATHER = Collective.ALL_REDUCE, Collective.ALL_GATHER
 NODES: dict[Callable[..., Any], CommOp] = {
     send: CommOp(Collective.SEND, Among.PAIR, Collective.RECV, in_stage=False),
     recv: CommOp(Collective.RECV, Among.PAIR, Collective.SEND, in_stage=False),
     **{each: CommOp(forward_collective(each), Among.GROUP) for each in TRANSITIONS},
     **dict.fromkeys(
         (late_multiply, late_embedding, late_embedding_bag),
-        CommOp(among=Among.REPLICAS, backward=Collective.ALL_GATHER, finish="multiply"),
+        CommOp(among=Among.REPLICAS, backward=_GATHER, finish="multiply"),
     ),
+    gather_indices: CommOp(_GATHER, Among.REPLICAS, finish="multiply"),
     batch_norm: CommOp(_SUM, Among.REPLICAS, _SUM, tensors=_statistics),
     all_reduce_scalar: CommOp(_SUM, Among.REPLICAS, denominator=True),
     global_weight: CommOp(_SUM, Among.REPLICAS, denominator=True),

@@ -181,8 +181,8 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         ranks = plan.together(role, rank) if own else ranks
         if len(ranks) == 1:
             continue
-        if op.finish:  # one gather, when the last error of all microbatches has come
-            if node is late[0] and action.microbatch == plan.microbatches - 1:
+        if op.finish:  # in the last microbatch: indices when forward begins, all else when the last error has come
+            if (not backward or node is late[0]) and action.microbatch == plan.microbatches - 1:
                 yield from ((node, pack) for pack in _packs(program, role, rank, late, payload))
             continue
         if node.target is batch_norm and info(node).state is State.FEATURES:
@@ -194,14 +194,17 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
 
 
 def _packs(program: PlacedProgram, role: str, rank: int, late: Sequence[fx.Node], payload: Payload) -> Iterator[WireOp]:
-    """Yield the factors of nodes, those of one dtype together."""
-    plan, payload, gather = program.plan, replace(payload, what=What.LATE), Collective.ALL_GATHER
+    """Yield the factors of nodes that begin to travel in forward, or else in backward, those of one dtype together."""
+    early, payload = payload.what is What.NODE, replace(payload, what=What.LATE)
+    plan, gather = program.plan, Collective.ALL_GATHER
     ranks, everyone = plan.replicas(role, rank), plan.batch_offsets[role][-1]
     rows: dict[torch.dtype, dict[str, int]] = {}  # dtype -> layer -> elements of one example
     for node in reversed(late):
         weight = next(each for each in node.all_input_nodes if each.op == "get_attr")
         trained = program.tensors[program.first_names[str(weight.target)]].trainable
         for numel, dtype in factors(node.all_input_nodes, node, trained):
+            if early != (dtype is torch.int32 and "gathered" in node.kwargs):
+                continue
             layers = rows.setdefault(dtype, {})
             layers[info(node).layer] = layers.get(info(node).layer, 0) + numel
     for dtype, layers in rows.items():

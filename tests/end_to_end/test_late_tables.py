@@ -15,6 +15,11 @@ from torch import Tensor, nn
 
 import splitc
 from splitc.compiled import CompiledProgram
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.cost_models.simulation.batches import Batch
+from splitc.cost_models.simulation.operations import Begin, Compute, Wait
+from splitc.cost_models.simulation.prices import Prices
+from splitc.cost_models.simulation.step_operations import Step
 from splitc.errors import PlacementError
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import What
@@ -189,9 +194,11 @@ def test_tables_hold_in_microbatches_of_several_roles() -> None:
 @pytest.mark.slow
 def test_what_travels_are_indices_of_32_bits_and_errors_of_bags_and_of_sums_of_rows() -> None:
     found = program()
-    packs = {op.dtype: op for op in wire(found.program, 0) if op.payload.what is What.LATE}
-    numbers = {torch.int32: 6 * BAG + 1, torch.float64: 2 * BAG + WIDTH * (7 + 7 + 1 + 1) + ROWS}
-    assert {dtype: op.sent for dtype, op in packs.items()} == {
-        dtype: (WORLD - 1) * BATCH * each * dtype.itemsize for dtype, each in numbers.items()
-    }
+    packs = [(op.dtype, op.sent) for op in wire(found.program, 0) if op.payload.what is What.LATE]
+    early, late, errors = 3 * BAG + 1, 3 * BAG, 2 * BAG + WIDTH * (7 + 7 + 1 + 1) + ROWS
+    numbers = ((torch.int32, early), (torch.float64, errors), (torch.int32, late))
+    assert packs == [(dtype, (WORLD - 1) * BATCH * each * dtype.itemsize) for dtype, each in numbers]
+    operations = Step(Prices(found.program, load_cluster(CLUSTER)), 0, Batch()).operations()
+    begun = [isinstance(op, Begin) and "indices" in op.transfer.name for op in operations].index(True)
+    assert not any(isinstance(op, Compute | Wait) for op in operations[:begun])
     assert_defined(found, batch(WORLD * BATCH))

@@ -58,5 +58,5 @@ def test_every_communicating_operation_is_done_by_a_strategy() -> None:
     programs.append(planned(3, "data_parallel(sync_batchnorm=True)", norm=True).program)
     done = {name for program in programs for rank in range(program.plan.world) for name in operations_of(program, rank)}
     of_classes = {"cross_entropy", "linear_cross_entropy", "logsumexp"}
-    others = {"all_reduce_scalar", "all_reduce_tied", "late_embedding", "late_embedding_bag"}
+    others = {"all_reduce_scalar", "all_reduce_tied", "late_embedding", "late_embedding_bag", "gather_indices"}
     assert done | of_classes | others >= COMMUNICATING, COMMUNICATING - done - of_classes - others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ class LateMultiplyComm(Part):
         rows = self._rows(value[..., 0].numel())
         return self._late.linear(value, weight, bias, rows=rows, is_last=self.examples.is_last)
 
+    def gather_indices(self, indices: Sequence[Tensor]) -> None:
+        """In the last microbatch, begin to gather the indices of tables, those of the microbatches before too."""
+        rows = [self._rows(each.numel()) for each in indices]
+        self._late.gather_indices(indices, rows, is_last=self.examples.is_last)
+
     def late_embedding(
         self,
         indices: Tensor,
@@ -33,10 +39,12 @@ class LateMultiplyComm(Part):
         padding_idx: int | None = None,
         sparse: bool = False,
         pool: str = "",
+        gathered: int | None = None,
     ) -> Tensor:
         """`F.embedding` whose gradient is computed from all replicas' indices and output errors.
 
         pool: sum or mean, of the rows of each example: then the errors of these travel.
+        gathered: which of `gather_indices` these are.
         """
 
         def look_up(rows: Tensor, table: Tensor) -> Tensor:
@@ -44,7 +52,7 @@ class LateMultiplyComm(Part):
             return getattr(found, pool)(1) if pool else found
 
         rows = self._rows(len(indices) if pool else indices.numel())
-        return self._late.table(look_up, weight, indices, rows=rows, is_last=self.examples.is_last)
+        return self._late.table(look_up, weight, indices, rows=rows, is_last=self.examples.is_last, gathered=gathered)
 
     def late_embedding_bag(
         self,
@@ -55,6 +63,7 @@ class LateMultiplyComm(Part):
         per_sample_weights: Tensor | None = None,
         padding_idx: int | None = None,
         sparse: bool = False,
+        gathered: int | None = None,
     ) -> Tensor:
         """`F.embedding_bag` of bags of one size likewise; the errors of bags travel, not those of their rows."""
 
@@ -63,7 +72,9 @@ class LateMultiplyComm(Part):
             return F.embedding_bag(rows, table, per_sample_weights=weights, **options)
 
         values = (indices,) if per_sample_weights is None else (indices, per_sample_weights)
-        return self._late.table(look_up, weight, *values, rows=self._rows(len(indices)), is_last=self.examples.is_last)
+        return self._late.table(
+            look_up, weight, *values, rows=self._rows(len(indices)), is_last=self.examples.is_last, gathered=gathered
+        )
 
     def _rows(self, own: int) -> list[int]:
         """How many rows each replica has of a value of which this one has `own`."""

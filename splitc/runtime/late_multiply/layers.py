@@ -6,7 +6,8 @@ each replica gathers them, and multiplies late, once.  The gradient of a table o
 looked up: its factors are E and the indices, and the weights of rows in bags.
 
 The factors of all late-multiplied layers of one dtype travel in one gather.  It starts in backward when the last error
-is there, before the layers below go backward.  `finish` waits for it and multiplies.
+is there, before the layers below go backward; that of indices which are known when forward begins starts there.
+`finish` waits for them and multiplies.
 
 Its cost: every replica computes the weight gradient of all replicas' rows, n times the FLOPs of data parallelism, and
 holds the gathered X and E from backward to `finish`.
@@ -15,7 +16,7 @@ holds the gathered X and E from backward to `finish`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +44,8 @@ class LateMultiply:
         self.transport = transport
         self._awaited = 0  # uses whose errors are to come
         self._uses: list[_Use] = []  # those whose errors have come
+        self._indices: list[_Use] = []  # what forward gave of them, in this microbatch
+        self._kept: list[_Use] = []  # and in all, until it travels
         self._gathers: list[Work] = []  # under way
 
     def linear(
@@ -66,12 +69,33 @@ class LateMultiply:
         trained = bias if bias is not None and bias.requires_grad else None
         return self._watched(y, inputs, partial(_multiply, weight, trained), rows, is_last)
 
+    def gather_indices(self, indices: Sequence[Tensor], rows: Sequence[Sequence[int]], is_last: bool = True) -> None:
+        """Keep the indices of tables, and start to gather those of all microbatches in the last one.
+
+        rows: how many indices each replica has, of each of these tensors.  Without grad mode nothing travels.
+        """
+        if len(self.ranks) == 1 or not torch.is_grad_enabled():
+            return
+        flat = (each.flatten().to(torch.int32, copy=True) for each in indices)
+        self._indices = [_Use(lambda: None, own, [1], [(each,)]) for own, each in zip(rows, flat, strict=True)]
+        self._kept += self._indices
+        if is_last:
+            self._gather(self._kept)
+            self._kept = []
+
     def table(
-        self, look_up: Callable[..., Tensor], weight: Tensor, *values: Tensor, rows: Sequence[int], is_last: bool = True
+        self,
+        look_up: Callable[..., Tensor],
+        weight: Tensor,
+        *values: Tensor,
+        rows: Sequence[int],
+        is_last: bool = True,
+        gathered: int | None = None,
     ) -> Tensor:
         """`look_up(indices, weight, *weights)` of the `values`, of which the table's gradient comes with `finish`.
 
         rows, is_last, raises: as of `linear`; a bag is one row.
+        gathered: which of `gather_indices` the indices are; None: they travel with the errors.
         """
         indices, *weights = values
         y = look_up(indices, weight.detach(), *weights)
@@ -79,8 +103,10 @@ class LateMultiply:
         if len(self.ranks) == 1 or not weight.requires_grad or not torch.is_grad_enabled():
             return look_up(indices, weight, *weights)
         of_rows = indices.reshape(-1, 1) if y.dim() > indices.dim() else indices
-        factors = [of_rows.int(), *(each.detach() for each in weights)]
-        return self._watched(y, factors, partial(_add_rows, look_up, weight), rows, is_last)
+        factors, add = [of_rows.int(), *(each.detach() for each in weights)], partial(_add_rows, look_up, weight)
+        if gathered is not None:
+            factors, add = factors[1:], partial(add, self._indices[gathered])
+        return self._watched(y, factors, add, rows, is_last)
 
     def _require(self, rows: Sequence[int], own: int, what: str, weight: Tensor) -> None:
         if len(rows) != len(self.ranks) or rows[self.index] != own:
@@ -106,17 +132,13 @@ class LateMultiply:
         it did not reach are left out.
         """
         with torch.no_grad(), torch.autocast(self.transport.device.type, enabled=False):
-            self._gather()
+            self._gather(self._uses)
             self._awaited = 0
             for work in self._gathers:
                 work.wait()
             for use in self._uses:
-                whole = (
-                    torch.cat(parts).view(sum(use.rows), width)
-                    for parts, width in zip(use.factors, use.widths, strict=True)
-                )
-                use.add(*whole)
-            self._uses, self._gathers = [], []
+                use.add(*use.whole())
+            self._uses, self._indices, self._kept, self._gathers = [], [], [], []
 
     def _arrived(self, is_last: bool, use: Callable[..., _Use], *factors: Tensor) -> None:
         """Note the factors of one use, and start to gather after the last."""
@@ -124,12 +146,12 @@ class LateMultiply:
         self._uses.append(use([each.size(1) for each in rows], [(each,) for each in rows]))
         self._awaited -= 1
         if is_last and not self._awaited:
-            self._gather()
+            self._gather(self._uses)
 
-    def _gather(self) -> None:
-        """Start one gather for each dtype of the factors that have come."""
+    def _gather(self, uses: Sequence[_Use]) -> None:
+        """Start one gather for each dtype of the factors of those that do not travel yet."""
         packs: dict[torch.dtype, list[tuple[_Use, int]]] = defaultdict(list)
-        for use in (use for use in self._uses if not use.travels):
+        for use in (use for use in uses if not use.travels):
             use.travels = True
             for k, (factor,) in enumerate(use.factors):
                 packs[factor.dtype].append((use, k))
@@ -148,8 +170,9 @@ class LateMultiply:
 class _Use:
     """One backward through one late-multiplied layer.
 
-    add: adds the gradients of its parameters, of all replicas' factors.  rows: of each replica.
-    widths: of the factors.  factors: each as this rank's rows, (rows, width), and once it travels those of all.
+    add: adds the gradients of its parameters, of all replicas' factors; of indices in forward their table's use does.
+    rows: of each replica.  widths: of the factors.
+    factors: each as this rank's rows, (rows, width), and once it travels those of all.
     """
 
     add: Callable[..., None]
@@ -157,6 +180,11 @@ class _Use:
     widths: Sequence[int]
     factors: list[tuple[Tensor, ...]]
     travels: bool = False
+
+    def whole(self) -> Iterator[Tensor]:
+        """The factors of all replicas, one after the other."""
+        for parts, width in zip(self.factors, self.widths, strict=True):
+            yield torch.cat(parts).view(sum(self.rows), width)
 
 
 def _multiply(weight: Tensor, bias: Tensor | None, *factors: Tensor) -> None:
@@ -168,12 +196,13 @@ def _multiply(weight: Tensor, bias: Tensor | None, *factors: Tensor) -> None:
         add_to_grad(bias, errors.sum(0, dtype=bias.dtype))
 
 
-def _add_rows(look_up: Callable[..., Tensor], weight: Tensor, *factors: Tensor) -> None:
+def _add_rows(look_up: Callable[..., Tensor], weight: Tensor, first: Tensor | _Use, *factors: Tensor) -> None:
     """The gradient of a table, as torch has it where all replicas' rows are looked up.
 
-    factors: indices (rows, size of a bag), the weights of rows where there are some, E (rows, features).
+    first: indices (rows, size of a bag).  factors: the weights of rows where there are some, E (rows, features).
     """
-    indices, *weights, errors = factors
+    *weights, errors = factors
+    indices = next(first.whole()).view(len(errors), -1) if isinstance(first, _Use) else first
     leaf = weight.detach().requires_grad_()
     with torch.enable_grad():
         found = look_up(indices, leaf, *weights)

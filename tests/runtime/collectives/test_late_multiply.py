@@ -213,8 +213,8 @@ def test_an_input_that_changed_in_place_after_its_use_is_noticed() -> None:
 
 
 @in_one
-@along(rows=ROWS, mode=["", "mean", "sum"])
-def test_tables_have_the_gradients_of_one_process(rows: tuple[int, ...], mode: str) -> None:
+@along(rows=ROWS, mode=["", "mean", "sum"], early=[False, True])
+def test_tables_have_the_gradients_of_one_process(rows: tuple[int, ...], mode: str, early: bool) -> None:
     """Of single rows and of bags, some of them padding, with weights where they are summed; some ranks have none."""
     table, pad = random(1, 7, 4), 2
     indices = torch.randint(7, (sum(rows), 3), generator=torch.Generator().manual_seed(2))
@@ -234,13 +234,51 @@ def test_tables_have_the_gradients_of_one_process(rows: tuple[int, ...], mode: s
     def replica(late: LateMultiply, index: int) -> list[Tensor | None]:
         own, i = table.clone().requires_grad_(), own_of(indices, rows, index, 0)
         own_weights = [own_of(each, rows, index, 0).clone().requires_grad_() for each in weights]
-        run(late.table(look_up, own, i, *own_weights, rows=rows if mode else [3 * each for each in rows]))
+        numbers = [3 * each for each in rows]
+        if early:
+            late.gather_indices([i], [numbers])
+        gathered = 0 if early else None
+        run(late.table(look_up, own, i, *own_weights, rows=rows if mode else numbers, gathered=gathered))
         late.finish()
-        numbers = 4 * 3 + 8 * (4 if mode else 12) + 8 * 3 * len(weights)
-        assert late.transport.sent_bytes == (len(rows) - 1) * rows[index] * numbers
+        nbytes = 4 * 3 + 8 * (4 if mode else 12) + 8 * 3 * len(weights)
+        assert late.transport.sent_bytes == (len(rows) - 1) * rows[index] * nbytes
         for one, other in zip(own_weights, weighed, strict=True):
             assert other.grad is not None
             torch.testing.assert_close(one.grad, own_of(other.grad, rows, index, 0), rtol=1e-12, atol=1e-12)
         return [own.grad]
 
     assert_replicas(on_replicas(len(rows), replica), [whole.grad])
+
+
+@in_one
+@pytest.mark.parametrize("alternating", [True, False])
+def test_known_indices_of_all_microbatches_travel_from_the_last_forward_on(alternating: bool) -> None:
+    """Two tables read them; without gradients nothing travels."""
+    indices, tables = torch.tensor([[0, 1], [1, 1], [3, 0], [2, 1], [0, 0], [1, 3]]), [random(k, 4, 3) for k in (1, 2)]
+    wholes = [table.clone().requires_grad_() for table in tables]
+    torch.stack([F.embedding(indices, whole).square() for whole in wholes]).sum().backward()
+
+    def replica(late: LateMultiply, index: int) -> list[Tensor | None]:
+        w, events = [table.clone().requires_grad_() for table in tables], list[str]()
+        note_gathers(late, events)
+
+        def loss(k: int, piece: Tensor) -> Tensor:
+            rows, is_last = [2, 4], k == 1
+            late.gather_indices([piece, piece], [rows, rows], is_last)
+            assert events == ["start"] * (is_last and torch.is_grad_enabled())
+            given: dict[str, Any] = {"rows": rows, "is_last": is_last}
+            found = [late.table(F.embedding, own, piece, gathered=n, **given) for n, own in enumerate(w)]
+            return torch.stack(found).square().sum()
+
+        pieces = list(enumerate(own_of(indices, (2, 4), index, 0).chunk(2)))
+        with torch.no_grad():
+            loss(*pieces[1])
+        losses = (loss(*piece) for piece in pieces)
+        for each in losses if alternating else list(losses):
+            each.backward()
+        assert events == ["start", "start"]
+        late.finish()
+        assert events[2:] == ["wait", "wait"]
+        return [own.grad for own in w]
+
+    assert_replicas(on_replicas(2, replica), [whole.grad for whole in wholes])

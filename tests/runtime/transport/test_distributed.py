@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from splitc.errors import LaunchError
@@ -210,14 +211,17 @@ def exercise_group(t: Transport) -> dict[str, Any]:
     group, late = Group(t, (0, 1, 2)), LateMultiply(t, (0, 1, 2))
     own = (torch.arange(8.0)[: rows[t.rank] * 2].reshape(-1, 2) + t.rank).double()
     weight, bias = (torch.ones(shape, dtype=torch.float64).requires_grad_() for shape in ((3, 2), (3,)))
-    late.linear(own, weight, bias, rows=rows).square().sum().backward()
+    table, indices = torch.ones(5, 3, dtype=torch.float64).requires_grad_(), own.long() % 5
+    late.gather_indices([indices], [[2 * each for each in rows]])
+    found = late.table(F.embedding, table, indices, rows=[2 * each for each in rows], gathered=0)
+    (late.linear(own, weight, bias, rows=rows).square().sum() + found.square().sum()).backward()
     late.finish()
     norm = nn.BatchNorm1d(2).double()
     batch_norm(group, own, norm)
-    assert weight.grad is not None and bias.grad is not None
+    assert weight.grad is not None and bias.grad is not None and table.grad is not None
     return {
         "transitions": [exercise_transition(group, transition) for transition in TRANSITIONS],
-        "late": (weight.grad.tolist(), bias.grad.tolist()),
+        "late": (weight.grad.tolist(), bias.grad.tolist(), table.grad.tolist()),
         "statistics": [round(value, 12) for _, buffer in [*norm.named_buffers()][:2] for value in buffer.tolist()],
         "bytes": t.sent_bytes - before,
     }
