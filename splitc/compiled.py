@@ -29,6 +29,7 @@ from splitc.ir.pass_manager import Watcher
 from splitc.ir.plan import Plan
 from splitc.ir.printer import rank_graph
 from splitc.ir.program import LoweredProgram, Program
+from splitc.ladder import Rung, ladder
 from splitc.passes.analysis import analyse
 from splitc.report.drift import expected
 from splitc.report.text import report, tried
@@ -132,6 +133,7 @@ class CompiledProgram:
     ) -> None:
         self._program, self._model, self._example, self._settings = program, model, example, settings
         self._behind, self._anew = behind, anew
+        self._rungs: dict[int, Rung] = {}
         self.call = Call()
         self.analysed: Callable[[], Program] = lambda: analyse(model, example)
 
@@ -205,14 +207,20 @@ class CompiledProgram:
         was_off = self.program.autocast is not None and dtype is not None
         return replace(result, notes=(*result.notes, *["autocast was off on both sides"] * was_off))
 
-    def save(self, folder: str | Path, standalone: bool = False) -> Path:
-        """Write the scripts, launch.py, plan.json and weights.pt into `folder`.
+    def ladder(self, min_world: int) -> list[Rung]:
+        """The plans for fewer ranks, one by one down to `min_world`, and what they cost; each is made once."""
+        return ladder(self.validated().request, min_world, self._rungs)
+
+    def save(self, folder: str | Path, standalone: bool = False, min_world: int | None = None) -> Path:
+        """Write the scripts, launch.py, plan.json and weights.pt; builds of `ladder(min_world)` into folder/worlds/N.
 
         Raises LaunchError when the folder holds something that splitc did not write, or when a region's code cannot be
         imported by the scripts.
         """
         require_importable(self.validated().program, "save()")
-        return save_build(Path(folder), self.files, self.weights(), standalone)
+        rungs = self.ladder(min_world) if min_world is not None else ()
+        worlds = {each.world: generate(each.program) for each in rungs if each.program is not None}
+        return save_build(Path(folder), self.files, self.weights(), standalone, worlds)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """The contents of weights.pt: `state`, the model's state_dict, and `extra`, tensors that are not in it."""

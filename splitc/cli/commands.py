@@ -7,6 +7,7 @@ import json
 import textwrap
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from splitc.cli.names import check_names, require_build
 from splitc.cli.progress import Step
@@ -44,7 +45,10 @@ def inspect(args: argparse.Namespace) -> int:
 
     program = compiled(args)
     if args.json:
-        print(json.dumps(as_json(program.validated().program), indent=1))
+        figures = as_json(program.validated().program)
+        if args.min_world:
+            figures["ladder"] = [{"world": each.world, "text": each.text} for each in program.ladder(args.min_world)]
+        print(json.dumps(figures, indent=1))
         return 0
     shown = program.program
     print(report(shown, everything=args.all), flush=True)
@@ -53,7 +57,14 @@ def inspect(args: argparse.Namespace) -> int:
     if program.program is not shown:  # its examples depend on each other in a way that was not expected
         print(report(program.program, everything=args.all))
     print(program.verdict)
+    _print_ladder(program, args)
     return 0
+
+
+def _print_ladder(program: Any, args: argparse.Namespace) -> None:
+    """What each loss of a rank costs, where `--min-world` asks for it."""
+    for each in program.ladder(args.min_world) if args.min_world else ():
+        print(textwrap.fill(each.text, 80, subsequent_indent="  "))
 
 
 def compile(args: argparse.Namespace) -> int:
@@ -64,12 +75,13 @@ def compile(args: argparse.Namespace) -> int:
 
     program = compiled(args)
     with Step(f"writing {folder}", args.quiet):
-        program.save(folder, standalone=args.standalone)
+        program.save(folder, standalone=args.standalone, min_world=args.min_world)
     plan = program.plan
     how = f"{plan.strategy}{', approximate' * (not plan.exact)}"
     print(f"{program.program.name} on {plan.world} rank{'s' * (plan.world > 1)}: {how}, plan {plan.hash}")
     if plan.prediction.advice:
         print(textwrap.fill(plan.prediction.advice, 80))
+    _print_ladder(program, args)
     print(f"wrote {folder}/: {listed(program.files, args.standalone)}")
     print(f"run   splitc run {folder} --steps 3")
     print(f"or    torchrun --nproc-per-node {plan.world} {folder}/launch.py --steps 3")

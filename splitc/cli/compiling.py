@@ -42,6 +42,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.printer import print_program
 from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.short_wire import free_kinds, parse_wire
+from splitc.ladder import require_fewer
 from splitc.passes.analysis import analyse
 from splitc.passes.place import Place
 from splitc.passes.planner.pins import contradicted, unknown_words
@@ -94,6 +95,8 @@ def analysed(
         cluster = args.cluster and _cluster(args.cluster, args.quiet, measure=True)
         autocast = autocast_for(parse_autocast(args.autocast), plan)
         settings = Settings(plan.world, cluster=cluster, memory=args.memory, autocast=autocast)
+    if (min_world := vars(args).get("min_world")) is not None:
+        require_fewer(min_world, settings.world)
     with Step(f"loading {args.model}", args.quiet):
         file = load_model(args.model, args.input)
     with Step(f"tracing {file.name}", args.quiet) as step:

@@ -74,6 +74,7 @@ def _parser() -> Parser:
 
 def _inspect(add: Add) -> None:
     _model_options(add)
+    _ladder(add)
     add("--json", action="store_true", help="print the report as JSON (schema 1)")
     add("--all", action="store_true", help="show every layer, also blocks that repeat")
 
@@ -94,6 +95,7 @@ def _diff(add: Add) -> None:
 def _compile(add: Add) -> None:
     _model_options(add)
     add("-o", "--output", metavar="FOLDER", default="build", help="where to write them (default: build)")
+    _ladder(add)
     add("--standalone", action="store_true", help="copy the runtime beside the scripts: they need torch alone")
 
 
@@ -130,11 +132,8 @@ def _simulate(add: Add) -> None:
     _plan(add)
     add("--world", default="", metavar="N", help="8, or 4,8,16, or 5:80 for at most 16 worlds of it, or 5:80:5")
     add("--bandwidth", metavar="RATES", help="bits per second between hosts, 25g,40g,100g (default: the cluster's)")
-    add(
-        "--strategies",
-        metavar="NAMES",
-        help="separated by commas (default: data_parallel,layer_separation, or the plan alone)",
-    )
+    strategies = "separated by commas (default: data_parallel,layer_separation, or the plan alone)"
+    add("--strategies", metavar="NAMES", help=strategies)
     add("--against", metavar="STRATEGY", help="show what the others gain over this one")
     add(
         "--cluster",
@@ -194,6 +193,10 @@ def _global_batch(add: Add) -> None:
         metavar="N",
         help="examples of a step over all ranks (default: the example's for each reader)",
     )
+
+
+def _ladder(add: Add) -> None:
+    add("--min-world", type=positive, metavar="N", help="plan for fewer ranks too, one by one down to N")
 
 
 def _wire(add: Add) -> None:

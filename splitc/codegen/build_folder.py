@@ -13,6 +13,8 @@ from splitc import units
 from splitc.errors import LaunchError
 
 WEIGHTS = "weights.pt"
+WORLDS = "worlds"
+"""The folder of a build that holds builds for fewer ranks."""
 
 
 def require_writable(folder: Path) -> None:

@@ -9,22 +9,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from splitc.codegen.build_folder import WEIGHTS, no_build, replaced, require_writable
+from splitc.codegen.build_folder import WEIGHTS, WORLDS, no_build, replaced, require_writable
 from splitc.errors import LaunchError, bullets
 from splitc.ir.program import Program
 from splitc.ir.regions import regions
 
 
 def save_build(
-    folder: Path, files: Mapping[str, str], weights: Mapping[str, Mapping[str, Tensor]], standalone: bool
+    folder: Path,
+    files: Mapping[str, str],
+    weights: Mapping[str, Mapping[str, Tensor]],
+    standalone: bool,
+    worlds: Mapping[int, Mapping[str, str]],
 ) -> Path:
     """Write a build; the same inputs give the same bytes.  An unedited earlier build is replaced.
 
     weights.pt holds the weights, and digests of the files to detect edited ones.
+    worlds: number of ranks -> the files of a build for it, which goes into worlds/N with a link to weights.pt.
     Raises LaunchError, and changes nothing, when the folder holds something that splitc did not write, or the disk is
     full.
     """
-    texts = {name: text.encode() for name, text in {**files, **(_runtime() if standalone else {})}.items()}
+    runtime = _runtime() if standalone else {}
+    parts = {"": files, **{f"{WORLDS}/{world}/": own for world, own in worlds.items()}}
+    texts = {f"{part}{name}": text.encode() for part in parts for name, text in {**parts[part], **runtime}.items()}
     require_writable(folder)
     if folder.is_dir() and any(folder.iterdir()):
         _require_unedited(folder)
@@ -36,6 +43,8 @@ def save_build(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text)
         torch.save({**tensors, "files": {name: _digest(text) for name, text in texts.items()}}, new / WEIGHTS)
+        for world in worlds:
+            (new / WORLDS / str(world) / WEIGHTS).symlink_to(Path("..", "..", WEIGHTS))
     return folder
 
 
@@ -60,7 +69,8 @@ def _require_unedited(folder: Path) -> None:
     problems = []
     for path in there:
         name = path.relative_to(folder).as_posix()
-        if name != WEIGHTS and name not in written:
+        is_link = path.is_symlink() and path.name == WEIGHTS
+        if name != WEIGHTS and name not in written and not is_link:
             problems.append(f"{name} was not written by splitc")
         elif name in written and _digest(path.read_bytes()) != written[name]:
             problems.append(f"{name} was edited")
