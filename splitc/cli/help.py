@@ -52,6 +52,7 @@ splitc COMMAND --help shows more.
   splitc compile examples/alexnet.py --world 4 --cluster v100-10gbe -o build
   splitc compile examples/alexnet.py --world 4 --strategy layer_separation
   splitc compile examples/alexnet.py --world 4 --standalone
+  splitc compile examples/alexnet.py --world 4 --min-world 2
   splitc compile examples/alexnet.py --world 4 --autocast bfloat16
   splitc compile examples/alexnet.py --plan build/plan.json -o again
 then:
@@ -89,6 +90,8 @@ options, after the folder
   --hosts A,B:2           copy the build to these hosts over ssh, and run it
                           there; :2 are the ranks of one (default: even)
   --restarts N            after a failure go on from the last checkpoint
+  --min-world N           with --hosts, without those that are lost go on with
+                          N ranks or more (a build of compile --min-world)
 
 A launch.py that you wrote yourself gets all but these as they stand. On
 several machines you can also start torchrun yourself (docs/training.md);

@@ -12,19 +12,26 @@ import shlex
 import subprocess
 import sys
 import tarfile
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from splitc.codegen.build_folder import WEIGHTS
 from splitc.errors import LaunchError
+from splitc.runtime.errors import RESTART
 from splitc.runtime.launch.torchrun import SAVING, Ends, Lines, forward, of_ranks, stopped_like_ctrl_c
 from splitc.runtime.transport.sealed import TOKEN
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")  # 15 s to lose a host
 _GRACE = 15.0  # seconds for the other hosts to end by themselves once one has failed, and then when they are told to
+_LOOK = 30.0  # seconds, after which a run without some of its hosts looks whether one is back
+GROWS = -1  # in place of an exit code: all ranks have stopped, since there are hosts for more of them
 _PASSED_ON = ("SPLITC_", "GLOO_", "NCCL_", "OMP_", "CUDA_", "TORCH_", "PYTORCH_", "FI_", "UCX_", "PYTHONPATH")
 """How environment variables of the ranks begin."""
 
@@ -87,61 +94,113 @@ def parse_hosts(text: str, world: int) -> list[Host]:
 
 
 def run_on_hosts(
-    folder: Path, mark: str, hosts: Sequence[Host], arguments: Sequence[str], to: Lines | None = None
+    folder: Path,
+    mark: str,
+    hosts: Sequence[Host],
+    arguments: Sequence[str],
+    to: Lines | None = None,
+    smaller: Mapping[int, tuple[Path, str]] = MappingProxyType({}),
 ) -> int:
     """Copy a folder, run its launch.py, and end it everywhere when a host fails; returns the exit code of launch.py.
 
-    mark: in the name of the copies.  to: takes the ranks' stdout.
+    mark: in the name of the copies.  to: takes the ranks' stdout.  smaller: number of ranks -> a folder and its
+    mark, to run in its place where hosts refuse it; then GROWS is returned when hosts for more ranks are back.
+    Raises LaunchError when a host cannot be reached, or cannot run the build, and nothing else may run.
     """
-    copies = [f'"$HOME"/.splitc/{shlex.quote(folder.resolve().name)}-{mark}-{k}' for k in range(len(hosts))]
-    common = {
+    refusals, to = _copied(folder, mark, hosts), to or sys.stdout
+    if not refusals:
+        return _together(hosts, _scripts(folder, mark, hosts, arguments), to)
+    worlds = {sum(host.ranks for host in hosts): (folder, mark), **smaller}
+    left, world = fitting([host for host in hosts if host not in refusals], worlds)
+
+    def back() -> bool:
+        still = _copied(folder, mark, list(refusals))
+        return fitting([host for host in hosts if host not in still], worlds)[1] > world
+
+    refused_again = _copied(*worlds[world], left) if world else refusals
+    for error in refused_again.values():
+        raise error
+    lines = [*map(str, refusals.values()), f"goes on with {world} ranks, on {', '.join(host.name for host in left)}"]
+    print(*(f"splitc: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+    return _together(left, _scripts(*worlds[world], left, arguments), to, back)
+
+
+def fitting(hosts: Sequence[Host], worlds: Iterable[int]) -> tuple[list[Host], int]:
+    """The largest world that hosts have ranks for, and what each runs of it, the first ones all; 0 where there is none.
+
+    >>> fitting([Host("a", 2), Host("c", 2)], [6, 3])
+    ([Host(name='a', ranks=2), Host(name='c', ranks=1)], 3)
+    """
+    world = max((each for each in worlds if each <= sum(host.ranks for host in hosts)), default=0)
+    found, left = [], world
+    for host in hosts:
+        if ranks := min(left, host.ranks):
+            found.append(Host(host.name, ranks))
+            left -= ranks
+    return found, world
+
+
+def _copies(folder: Path, mark: str, hosts: Sequence[Host]) -> list[str]:
+    return [f'"$HOME"/.splitc/{shlex.quote(folder.resolve().name)}-{mark}-{k}' for k in range(len(hosts))]
+
+
+def _common(hosts: Sequence[Host]) -> dict[str, str]:
+    return {
         "python": shlex.quote(sys.executable),
         "master": shlex.quote(os.environ.get("MASTER_ADDR") or hosts[0].name.rpartition("@")[2]),
     }
+
+
+def _copied(folder: Path, mark: str, hosts: Sequence[Host]) -> dict[Host, LaunchError]:
+    """Copy a folder to hosts; returns why those that cannot be reached, or cannot run it, do not have it."""
+    scripts = [_PREPARE.format(**_common(hosts), folder=copy) for copy in _copies(folder, mark, hosts)]
     with ThreadPoolExecutor(len(hosts)) as pool:
-        scripts = [_PREPARE.format(**common, folder=copy) for copy in copies]
-        list(pool.map(lambda host, script: _copy(folder, host, script), hosts, scripts))
+        found = zip(hosts, pool.map(lambda *each: _copy(folder, *each), hosts, scripts), strict=True)
+        return {host: error for host, error in found if error is not None}
+
+
+def _scripts(folder: Path, mark: str, hosts: Sequence[Host], arguments: Sequence[str]) -> list[str]:
+    """What each host runs once it has a copy."""
     paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]  # this splitc, where hosts share a disk
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a torchrun that ends later than the master warns with a page of frames
     passed = {**quiet, **SAVING, TOKEN: secrets.token_hex(16)}
     passed |= {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     passed["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     run = {
-        **common,
+        **_common(hosts),
         "here": shlex.quote(os.getcwd()),
         "variables": " ".join(f"{name}={shlex.quote(value)}" for name, value in passed.items()),
         "port": shlex.quote(os.environ.get("MASTER_PORT", "29500")),
         "arguments": shlex.join(arguments),
         "hosts": len(hosts),
     }
-    scripts = [
+    return [
         _RUN.format(**run, folder=copy, number=k, ranks=host.ranks)
-        for k, (host, copy) in enumerate(zip(hosts, copies, strict=True))
+        for k, (host, copy) in enumerate(zip(hosts, _copies(folder, mark, hosts), strict=True))
     ]
-    return _together(hosts, scripts, to or sys.stdout)
 
 
-def _copy(folder: Path, host: Host, script: str) -> None:
-    """Raises LaunchError when a host cannot be reached, or cannot run the build."""
+def _copy(folder: Path, host: Host, script: str) -> LaunchError | None:
     process = _ssh(host, script)
     assert process.stdin is not None and process.stderr is not None and process.stdout is not None
-    try:
-        with tarfile.open(fileobj=process.stdin, mode="w|") as files:
-            files.add(folder, arcname=".", filter=lambda each: None if "__pycache__" in each.name else each)
+    kind: Any = {"mode": "w|", "dereference": (folder / WEIGHTS).is_symlink()}
+    with suppress(BrokenPipeError), tarfile.open(fileobj=process.stdin, **kind) as files:  # it has ended, and says why
+        files.add(folder, arcname=".", filter=lambda each: None if "__pycache__" in each.name else each)
+    with suppress(BrokenPipeError):
         process.stdin.close()
-    except BrokenPipeError:
-        pass  # it has ended, and says why
     said = process.stderr.read().decode(errors="replace").strip().splitlines()
     process.stderr.close()
     process.stdout.close()
-    if process.wait():
-        raise LaunchError(f"--hosts: {host.name}: {said[-1] if said else f'ssh ended with {process.returncode}'}")
+    if not process.wait():
+        return None
+    return LaunchError(f"--hosts: {host.name}: {said[-1] if said else f'ssh ended with {process.returncode}'}")
 
 
-def _together(hosts: Sequence[Host], scripts: Sequence[str], to: Lines) -> int:
+def _together(hosts: Sequence[Host], scripts: Sequence[str], to: Lines, back: Callable[[], bool] | None = None) -> int:
     """Run a script on each host until all have ended, or one has failed; its lines are shown once.
 
     At the first signal each torchrun is told to end, which lets ranks save; all ends at once at the second.
+    back: whether more ranks may run now; then they are told to end likewise, and GROWS is returned.
     """
     processes: list[subprocess.Popen[bytes]] = []
     threads, deadline, ends = [], float("inf"), Ends()
@@ -150,27 +209,43 @@ def _together(hosts: Sequence[Host], scripts: Sequence[str], to: Lines) -> int:
     def keep(lines: Iterable[str]) -> Iterator[str]:
         return (line for line in of_ranks(lines, ends) if shown.setdefault(line, lines) is lines)
 
-    def ask() -> None:
+    asked: list[str] = []
+    over = threading.Event()
+
+    def ask(why: str = "signal") -> None:
+        asked.append(why)
         for process in processes:
             assert process.stdin is not None
             with suppress(OSError):
                 os.write(process.stdin.fileno(), b"stop\n")
 
+    def look() -> None:
+        while back is not None and not over.wait(_LOOK):
+            if back():
+                print("splitc: hosts are back: all ranks stop, and more go on", file=sys.stderr, flush=True)
+                return ask("back")
+
+    looking = threading.Thread(target=look, daemon=True)
     with stopped_like_ctrl_c(ask, ends):
         try:
             for host, script in zip(hosts, scripts, strict=True):
                 processes.append(process := _ssh(host, script))
                 threads.append(forward(process.stdout, to, iter))
                 threads.append(forward(process.stderr, sys.stderr, keep))
+            looking.start()
             while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
                 if deadline == float("inf") and any(process.poll() for process in processes):
                     deadline = time.monotonic() + _GRACE
                 time.sleep(0.05)
         finally:
+            over.set()
             _end(processes)
             for thread in threads:
                 thread.join(1.0)
-    return ends.code(any(process.returncode for process in processes))
+            if looking.ident:
+                looking.join(_GRACE)
+    code = ends.code(any(process.returncode for process in processes))
+    return GROWS if asked == ["back"] and (ends.stopped or code == RESTART) else code
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

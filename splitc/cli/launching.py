@@ -10,17 +10,21 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from splitc.cli.options import Parser
 from splitc.cli.plan_file import read_plan_file
+from splitc.codegen.build_folder import WORLDS
 from splitc.errors import LaunchError
 from splitc.ir.names import near_name
 from splitc.ir.plan import Plan
-from splitc.runtime.errors import COMMAND, RESTART
+from splitc.runtime.errors import COMMAND, MIN_WORLD, RESTART
 from splitc.runtime.launch.options import add_options, check_options, positive, use_checkpoints
+
+Smaller = Mapping[int, tuple[Path, str]]
+"""Number of ranks -> the build for it, and the hash of its plan."""
 
 
 def launch(folder: Path, arguments: Sequence[str]) -> int:
@@ -37,18 +41,52 @@ def launch(folder: Path, arguments: Sequence[str]) -> int:
             from splitc.cli.measuring import measure
 
             return measure(folder, plan, args, measuring_options().parse_known_args(arguments)[1])
-        if own.restarts:
-            others += ["--resume", "--checkpoints", str(args.checkpoints)]
+        if own.restarts:  # copies of the build are made anew, and hold no checkpoints
+            there = args.checkpoints.absolute() if own.hosts else args.checkpoints
+            others += ["--resume", "--checkpoints", str(there)]
+    smaller = _smaller(folder, plan, own) if own.min_world else {}
     os.environ[COMMAND] = shlex.join(["splitc", "run", str(folder), *arguments])
-    for number in range(own.restarts + 1):
-        code = _start(folder, plan, own.hosts, others, again=number > 0)
-        if code != RESTART or number == own.restarts:
-            break
-        print(f"restart {number + 1} of {own.restarts}", file=sys.stderr, flush=True)
-    return code
+    restarts = 0
+    while True:
+        code = _start(folder, plan, own.hosts, others, smaller if restarts else None)
+        if code == RESTART and restarts < own.restarts:
+            restarts += 1
+            print(f"restart {restarts} of {own.restarts}", file=sys.stderr, flush=True)
+        elif code >= 0:  # else hosts are back
+            return code
 
 
-def _start(folder: Path, plan: Plan, hosts: str | None, arguments: Sequence[str], again: bool) -> int:
+def _smaller(folder: Path, plan: Plan, own: argparse.Namespace) -> Smaller:
+    """The builds for fewer ranks that `--min-world` allows.  Raises LaunchError where there are none to go on with."""
+    if not own.hosts or not own.restarts:
+        raise LaunchError(
+            "--min-world is for hosts that are lost: give --hosts A,B,C and --restarts N too; ranks that fail on one "
+            "machine, --restarts starts again by itself"
+        )
+    found = {}
+    for path in sorted((folder / WORLDS).glob("[0-9]*")):
+        each = _checked(path)
+        if each.world >= own.min_world:
+            found[each.world] = path, each.hash
+            _same_script(folder / "launch.py", path / "launch.py")
+    if not found:
+        raise LaunchError(
+            f"--min-world {own.min_world}: {folder} has no build for so many ranks that are fewer than {plan.world}; "
+            f"compile it with --min-world"
+        )
+    os.environ[MIN_WORLD] = str(own.min_world)
+    return found
+
+
+def _same_script(*paths: Path) -> None:
+    """Raise LaunchError where two launch.py train otherwise, of which only the head may differ."""
+    texts = [re.split(r"^PLAN = .*$", path.read_text(encoding="utf-8"), maxsplit=1, flags=re.M)[-1] for path in paths]
+    if texts[0] != texts[1]:
+        raise LaunchError(f"{paths[1]} trains otherwise than {paths[0]} below its PLAN; edit both alike")
+
+
+def _start(folder: Path, plan: Plan, hosts: str | None, arguments: Sequence[str], smaller: Smaller | None) -> int:
+    """Run a build once.  smaller: as of `run_on_hosts`; None: the first start, where a lost host is an error."""
     if hosts is None:
         from splitc.runtime.launch.torchrun import torchrun
 
@@ -56,9 +94,10 @@ def _start(folder: Path, plan: Plan, hosts: str | None, arguments: Sequence[str]
     from splitc.cli.hosts import parse_hosts, run_on_hosts
 
     try:
-        return run_on_hosts(folder, plan.hash, parse_hosts(hosts, plan.world), arguments)
+        given = parse_hosts(hosts, plan.world)
+        return run_on_hosts(folder, plan.hash, given, arguments, smaller=smaller or {})
     except LaunchError as error:
-        if not again:
+        if smaller is None:
             raise
         print(f"splitc: {error}", file=sys.stderr, flush=True)
         time.sleep(10.0)  # a host may be back then
@@ -132,6 +171,7 @@ def _own_options() -> Parser:
     add("--hosts", metavar="A,B:2", help="copy the build to these hosts over ssh and run it; :2 are ranks of one")
     again = "go on from the last checkpoint after a failure, N times at most"
     add("--restarts", type=positive, default=0, metavar="N", help=again)
+    add("--min-world", type=positive, metavar="N", help="without hosts that are lost go on with N ranks or more")
     return parser
 
 

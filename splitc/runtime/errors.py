@@ -5,8 +5,9 @@ from collections.abc import Iterable
 # How a rank exits: all is done; another start may go on from a checkpoint; no other start will do better.
 DONE, RESTART, STOP = 0, 1, 3
 
-# How rank 0's line begins when all ranks have stopped for a signal; the variable that has the user's command.
-STOPPED_BY, COMMAND = "stopped by ", "SPLITC_COMMAND"
+# How rank 0's line begins when all ranks have stopped for a signal; the variables that have the user's command, and the
+# least number of ranks with which a run may go on.
+STOPPED_BY, COMMAND, MIN_WORLD = "stopped by ", "SPLITC_COMMAND", "SPLITC_MIN_WORLD"
 
 
 class SplitcError(Exception):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..data import as_tuple, drawn
-from ..errors import LaunchError
+from ..errors import MIN_WORLD, LaunchError
 from ..loader import Loader
 from ..spec import RankSpec
 from ..transport.torch_transport import TorchTransport
@@ -36,6 +36,11 @@ class Batches:
         self._worker, self._steps = worker, args.steps or STEPS
         self._source = found(args.data, worker) if args.data else synthetic(worker.rank.spec, args.seed)
         self._is_given, self._loader, self._history = args.data is not None, None, getattr(args, "history", None)
+        if isinstance(self._source, DataLoader) and MIN_WORLD in os.environ:
+            raise LaunchError(
+                f"--min-world: {args.data} gives a DataLoader, whose batch is that of each reader, so that fewer would "
+                f"train on smaller batches; let it give the Dataset"
+            )
         if isinstance(self._source, Dataset | DataLoader):
             self._loader = worker.loader(self._source, seed=args.seed)
         if args.epochs is not None:
