@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -116,7 +117,7 @@ class Watch:
     def _talk(self) -> None:
         """Answer those who ask, and ask when this rank is late."""
         with suppress(RuntimeError):
-            self._store.set(f"{self._rank}", json.dumps([self._host, os.getpid()]))
+            self._store.set(f"{self._rank}", json.dumps([self._host, os.getpid(), _process(os.getpid())[1]]))
         while not self._over.wait(self._every):
             with suppress(RuntimeError):  # of a store that is gone: `_look` counts for how long
                 asked = self._store.add("asked", 0)
@@ -155,7 +156,17 @@ class Watch:
         self._store.set(f"{number} verdict", json.dumps([self._host, bool(text), text.partition("\n")[0]]))
         if text:
             self._until(lambda: self._store.add(f"{number} ends", 0) >= len(there) - 1, 2.0)
+            for rank in set(range(self._world)) - states.keys():
+                self._kill(rank)
             self._end()
+
+    def _kill(self, rank: int) -> None:
+        """End a rank of this host that gives no answer; one that is stopped would not be ended by SIGTERM."""
+        if self._store.check([f"{rank}"]):
+            host, pid, born = json.loads(self._store.get(f"{rank}"))
+            if host == self._host and pid != os.getpid() and born and _process(pid)[1] == born:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Wait for a condition of the store; whether it holds."""
@@ -168,9 +179,17 @@ class Watch:
         """What is known of a rank that gives no answer."""
         if not self._store.check([f"{rank}"]):
             return f"rank {rank}"
-        host, pid = json.loads(self._store.get(f"{rank}"))
+        host, pid, _ = json.loads(self._store.get(f"{rank}"))
         if host != self._host or not Path("/proc/self/stat").exists():
             return f"rank {rank} ({host}): it is stopped, its line is cut, or its host is gone"
-        file = Path(f"/proc/{pid}/stat")
-        status = file.read_text().rpartition(")")[2].split()[0] if file.exists() else ""
-        return f"rank {rank}: " + _STATES.get(status, "its line is cut, or it runs code that holds Python's lock")
+        return f"rank {rank}: " + _STATES.get(
+            _process(pid)[0], "its line is cut, or it runs code that holds Python's lock"
+        )
+
+
+def _process(pid: int) -> tuple[str, str]:
+    """The state of a process, and when it began; nothing where it is gone."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    return "", ""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,7 +131,7 @@ def test_a_rank_that_left_out_a_step_is_named(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_gives_no_answer_is_named(ranks: Ranks) -> None:
-    ranks.store.set("2", '["node2", 1]')
+    ranks.store.set("2", '["node2", 1, ""]')
     ranks.watch(0, patience=FLOOR)
     ranks.wait(0, "irecv (3,) float32 from rank 2, tag 0", 2, 0)
     ranks.until(lambda: ranks.ended == {0})
@@ -134,6 +139,22 @@ def test_a_rank_that_gives_no_answer_is_named(ranks: Ranks) -> None:
     assert first.startswith(
         "training hangs: no word from rank 2 (node2): it is stopped, its line is cut, or its host is gone; rank 0 waits"
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_of_this_host_that_is_stopped_is_named_and_ended(ranks: Ranks) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        born = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        ranks.store.set("1", json.dumps(["node1", process.pid, "another process"]))
+        ranks.store.set("2", json.dumps(["node1", process.pid, born]))
+        ranks.watch(0, patience=FLOOR)
+        ranks.wait(0, "irecv (3,) float32 from rank 2, tag 0", 2, 0)
+        ranks.watches[0]._kill(1)
+        assert process.poll() is None  # its number is that of a process which began at another time
+        ranks.until(lambda: ranks.ended == {0})
+        assert process.wait(LONG) == -signal.SIGKILL
+    assert "rank 2: it is stopped (SIGSTOP)" in ranks.said[0]
 
 
 def test_a_rank_whose_line_is_cut_ends_alone_and_one_that_waits_for_nobody_does_not(ranks: Ranks) -> None:
