@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from .state import State
 
-LONG = 3.0
-"""How many times longer ranks may wait in the first steps, and while one saves, evaluates, or loads a state."""
+LONG, FIRST = 3.0, 3
+"""How many times longer ranks may wait in so many first steps, or while one saves, evaluates, or loads a state."""
 
 
 def page(states: Mapping[int, State], asker: int, about: Callable[[int], str]) -> str:
@@ -20,7 +20,7 @@ def page(states: Mapping[int, State], asker: int, about: Callable[[int], str]) -
     silent = [rank for rank in met if rank not in states]
     busy = [rank for rank in met if rank in states and not states[rank].what]
     allowed = max(each.allowed for each in states.values())
-    if any(states[rank].doing not in ("", "step") for rank in (asker, *busy)):
+    if any(states[rank].doing not in ("", "step") and states[rank].steps >= FIRST for rank in (asker, *busy)):
         allowed *= LONG
     if states[asker].seconds < allowed:
         return ""

@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import RESTART
-from .page import LONG, alone, page
+from .page import FIRST, LONG, alone, page
 from .state import State, where
 
 _TIMES = 5.0  # the longest wait so far, or the predicted step, that a wait may take
-_FIRST = 3  # steps, in which ranks compile, allocate and connect
 _STATES = {"T": "it is stopped (SIGSTOP)", "t": "a debugger stops it", "Z": "it has ended", "": "it has ended"}
 
 
@@ -93,7 +92,7 @@ class Watch:
         """Seconds that a wait may take before this rank asks."""
         live = getattr(self._training(), "live", None)
         expected = 0.0 if live is None else live.expected.seconds
-        return max(self._floor, _TIMES * max(self._longest, expected)) * (LONG if self._steps < _FIRST else 1)
+        return max(self._floor, _TIMES * max(self._longest, expected)) * (LONG if self._steps < FIRST else 1)
 
     @property
     def _is_late(self) -> bool:
@@ -105,7 +104,7 @@ class Watch:
             if (now := self._waits.now) is self._seen:
                 self._waited += self._every
             else:
-                if self._seen[0] and self._steps >= _FIRST:
+                if self._seen[0] and self._steps >= FIRST:
                     self._longest = max(self._longest, self._waited)
                 self._seen, self._waited, self._next = now, 0.0, 0.0
             self._unheard += self._every

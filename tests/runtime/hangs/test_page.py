@@ -67,6 +67,8 @@ def test_of_ranks_that_all_wait_the_one_that_is_elsewhere_is_named_or_of_two_the
 def test_ranks_may_wait_longer_while_one_saves_and_as_long_as_the_most_patient_of_them() -> None:
     saving = replace(READING, doing="save")
     assert explained({0: SUM, 1: SUM, 2: saving}) == ""
+    loading = {0: SUM, 1: replace(SUM, steps=1), 2: replace(saving, steps=1)}
+    assert "rank 2 has been in worker.save after step 1" in explained(loading), "the first steps may take longer anyway"
     late = {0: replace(SUM, seconds=181.0), 1: SUM, 2: replace(saving, seconds=181.0)}
     assert "rank 2 has been in worker.save after step 40, for 181 s" in explained(late)
     assert explained({0: SUM, 1: SUM, 2: replace(READING, allowed=62.0)}) == ""
