@@ -10,8 +10,10 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable, Mapping
 from itertools import groupby
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -20,21 +22,27 @@ Part = Callable[..., Any]
 Buckets = Mapping[str, int]
 """`self.` and the path of a parameter, or of its module -> its bucket, counted in the order of backward."""
 
+_PARSER = threading.Lock()  # that of Python 3.11 counts the depth of what all threads parse at once
+
 
 def compiled_methods(stage: nn.Module, buckets: Buckets, compiled: Callable[[Part], Part]) -> dict[str, Part]:
     """The methods of a stage, whose parts are `compiled`."""
     made = {}
     for name, method in vars(type(stage)).items():
-        if not inspect.isfunction(method) or name.startswith("_"):
-            continue
-        lines, first = inspect.getsourcelines(method)
-        tree = ast.increment_lineno(ast.parse(textwrap.dedent("".join(lines))), first - 1)
-        tree.body[:0] = parts = _cut(tree.body[0], buckets)
-        scope = dict(method.__globals__)
-        exec(compile(tree, method.__code__.co_filename, "exec"), scope)
-        scope |= {part.name: compiled(scope[part.name]) for part in parts}
-        made[name] = scope[name].__get__(stage)
+        if inspect.isfunction(method) and not name.startswith("_"):
+            with _PARSER:
+                made[name] = _compiled_method(method, buckets, compiled).__get__(stage)
     return made
+
+
+def _compiled_method(method: FunctionType, buckets: Buckets, compiled: Callable[[Part], Part]) -> Any:
+    lines, first = inspect.getsourcelines(method)
+    tree = ast.increment_lineno(ast.parse(textwrap.dedent("".join(lines))), first - 1)
+    tree.body[:0] = parts = _cut(tree.body[0], buckets)
+    scope = dict(method.__globals__)
+    exec(compile(tree, method.__code__.co_filename, "exec"), scope)
+    scope |= {part.name: compiled(scope[part.name]) for part in parts}
+    return scope[method.__name__]
 
 
 def _cut(method: Any, buckets: Buckets) -> list[ast.FunctionDef]:
