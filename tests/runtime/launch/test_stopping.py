@@ -19,6 +19,7 @@ import torch
 from splitc.runtime.errors import RESTART
 from splitc.runtime.launch import stopping as module
 from splitc.runtime.launch.stopping import Stopped, Stopping
+from tests.support.sampling import sampled
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Ranks:
             assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@sampled("seed", range(3), one_in=3)
 def test_no_rank_makes_a_step_more_than_another_however_far_apart_they_are(seed: int) -> None:
     """Nothing holds the ranks together: each sleeps as long as it likes, so they are many steps apart."""
     generators = [random.Random(f"{seed} {rank}") for rank in range(4)]
@@ -146,6 +147,7 @@ LISTENS = """
 import os, sys, time
 import torch.distributed as dist
 from splitc.runtime.launch.stopping import Stopped, Stopping
+from tests.support.sampling import sampled
 
 class Alone:
     rank, world = 0, 1
