@@ -16,7 +16,7 @@ from tests.benchmarks.by_hand_rank import batches, clicks, tables, undropped
 from tests.benchmarks.testbeds import OnLoopback
 from tests.support.forked import as_executable
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.from_scratch, pytest.mark.slow]
 
 STEPS, TOTAL, RATE = 3, 12, 0.1
 SCRIPTS = [("ddp", {}), ("late_multiply", {}), ("rows", {}), *(("separation", {"microbatches": m}) for m in (1, 2, 4))]

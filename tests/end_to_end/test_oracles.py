@@ -147,6 +147,7 @@ def trained(program: CompiledProgram, given: dict[str, Any]) -> list[tuple[list[
 
 
 @pytest.mark.processes
+@pytest.mark.from_scratch
 @pytest.mark.slow
 def test_data_parallel_trains_as_distributed_data_parallel_does(given: dict[str, Any], oracle: list[Any]) -> None:
     for (losses, _, _), theirs in zip(ours("data_parallel", given), oracle, strict=True):
@@ -155,6 +156,7 @@ def test_data_parallel_trains_as_distributed_data_parallel_does(given: dict[str,
 
 
 @pytest.mark.processes
+@pytest.mark.from_scratch
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["BK", "B", "B/K"])
 def test_layers_divided_by_columns_hold_the_parts_of_tensor_parallelism(
@@ -173,6 +175,7 @@ WHOLE = Placement(holding="replicated", group=WORLD)
 
 
 @pytest.mark.processes
+@pytest.mark.from_scratch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pins"),
@@ -203,6 +206,7 @@ def ignoring(scores: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.processes
+@pytest.mark.from_scratch
 @pytest.mark.slow
 def test_cross_entropy_on_divided_logits_is_that_of_the_parallel_loss(given: dict[str, Any], oracle: list[Any]) -> None:
     pins = {"fc6": COLUMNS, "fc7": ROWS, "fc8": replace(COLUMNS, state="features")}
@@ -216,6 +220,7 @@ def test_cross_entropy_on_divided_logits_is_that_of_the_parallel_loss(given: dic
 
 
 @pytest.mark.processes
+@pytest.mark.from_scratch
 @pytest.mark.slow
 def test_the_pair_on_processes_is_the_training_of_one_process() -> None:
     pins = {"fc6": COLUMNS, "fc7": replace(ROWS, state="batch"), "fc8": replace(COLUMNS, state="features")}
