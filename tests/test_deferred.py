@@ -310,7 +310,7 @@ def test_what_was_made_before_compiling_is_not_walked_meanwhile_and_collection_s
         frozen = gc.get_freeze_count()
         with _few_objects():
             pass
-        assert gc.isenabled() and gc.get_freeze_count() == frozen > 100_000
+        assert gc.isenabled() and gc.get_freeze_count() > 0.99 * frozen > 100_000  # what is released leaves the count
         raise LaunchError("what compiling raises")
     assert gc.isenabled() and not gc.get_freeze_count()
     gc.disable()
