@@ -17,6 +17,8 @@ from .contents import Contents, schedule_of, set_random_state
 from .piece import Piece
 from .storage import Saved
 
+_TOLD = 4  # tensors of a rank
+
 
 def problems(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Iterator[str]:
     """Why training cannot go on from a checkpoint."""
@@ -40,6 +42,15 @@ def problems(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Iterator[st
     for name in own.objects.keys() & run["schedules"].keys():
         if (kind := run["schedules"][name]) != schedule_of(own.objects[name]):
             yield f"{name}: the checkpoint has {kind}, this run {schedule_of(own.objects[name]) or 'something else'}"
+    if unlike := list(_unlike(own, saved)):
+        yield "it is not of the same model:"
+        yield from unlike[:_TOLD]
+        if len(unlike) > _TOLD:
+            yield f"and {len(unlike) - _TOLD} more tensors of rank {own.rank.index}"
+
+
+def _unlike(own: Contents, saved: Saved) -> Iterator[str]:
+    """The tensors of the model that a checkpoint has otherwise."""
     for name, piece in _stage_pieces(own).items():
         was, now = saved.like(name), torch.empty(piece.whole, dtype=piece.tensor.dtype, device="meta")
         if was is None and not name.startswith("model."):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,6 +76,8 @@ class Checkpoints:
         self._writing = self._writer.submit(
             write, replace(disks, transport=self._side_group), counts["steps"], _taken(collect), combine, keep
         )
+        if self._transport.rank == 0:
+            self._writing.add_done_callback(tell)
 
     def wait(self) -> None:
         """Return when the checkpoint that is being written is complete.  Raises its error."""
@@ -136,6 +139,12 @@ class Checkpoints:
             yield "the checkpoint has averages of the parameters, which this run drops; give ema= to keep them"
         for name in sorted(self._contents.objects.keys() - self._states.keys()):
             yield f"{name}: the checkpoint has none of it, so it begins anew"
+
+
+def tell(writing: Future[None]) -> None:
+    """Print at once why a checkpoint was not written; the next save, which may be long after, raises it."""
+    if error := writing.exception():
+        print(f"{error}\n  training goes on up to the next checkpoint, and ends there", file=sys.stderr, flush=True)
 
 
 def _taken(collect: Collect) -> Collect:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from .metadata import read_metadata
 from .piece import Piece, packed, unpacked
 
 Result = TypeVar("Result")
+
+_FULL = 1e7  # bytes left on a disk, below which it is full
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -92,7 +95,10 @@ def write(disks: Disks, step: int, collect: Collect, combine: Combine, keep: int
 
         problems = [each for _, each in [_tried(0, write_metadata)] if each]
     if problems := transport.broadcast_object(problems):
-        raise LaunchError(bullets(f"{disks.folder}: no checkpoint was written:", problems))
+        free = shutil.disk_usage(disks.folder).free
+        room = f" (its disk is full: {free / 1e6:.0f} MB are left)" * (free < _FULL)  # torch does not say so
+        shutil.rmtree(path, ignore_errors=True)
+        raise LaunchError(bullets(f"{disks.folder}: no checkpoint was written{room}:", problems))
     disks.copy(path, step)
     disks.complete(step, keep)
 

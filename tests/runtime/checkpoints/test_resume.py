@@ -220,6 +220,7 @@ def test_tensors_that_differ_are_named_with_their_shapes(tmp_path: Path) -> None
 
     (text,) = set(on_workers(other, run))
     assert text.splitlines()[1:] == [
+        "  - it is not of the same model:",
         "  - fc6.weight: the checkpoint has (14, 27) float32, this run (12, 27) float32",
         "  - fc6.bias: the checkpoint has (14,) float32, this run (12,) float32",
         "  - fc7.weight: the checkpoint has (13, 14) float32, this run (13, 12) float32",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from splitc.errors import LaunchError
 from splitc.runtime.checkpoints import storage
+from splitc.runtime.checkpoints.run import tell
 from splitc.runtime.worker import Worker
 from tests.runtime.checkpoints.test_resume import batches_of, small, steps
 from tests.support.ranks import on_workers
@@ -151,3 +154,27 @@ def test_disks_with_checkpoints_of_different_runs_are_not_mixed(tmp_path: Path) 
             worker.resume(folder(worker, "a"))
 
     on_workers(small(), run)
+
+
+def test_a_disk_that_is_full_is_told_at_once_and_nothing_of_the_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672]")
+
+    monkeypatch.setattr(storage.FileSystemWriter, "write_data", full)
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+
+    def run(worker: Worker) -> LaunchError:
+        with pytest.raises(LaunchError) as caught:
+            worker.save(tmp_path)
+        return caught.value
+
+    errors = on_workers(small(), run)
+    title = f"{tmp_path}: no checkpoint was written (its disk is full: 0 MB are left):"
+    assert {str(error).splitlines()[0] for error in errors} == {title}
+    assert list(tmp_path.iterdir()) == []
+    writing: Future[None] = Future()
+    writing.add_done_callback(tell)  # as the thread of an asynchronous checkpoint does
+    writing.set_exception(errors[0])
+    assert capsys.readouterr().err.startswith(title) and writing.done()
