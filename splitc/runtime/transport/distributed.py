@@ -52,12 +52,15 @@ def init(
 
     Ranks on several hosts meet over the interface that reaches MASTER_ADDR, unless GLOO_SOCKET_IFNAME names one.
 
-    Raises LaunchError when torchrun did not start this process, started another number of ranks
+    Raises LaunchError when torchrun did not start this process, unless `world` is 1, started another number of ranks
     than `world`, or when the ranks do not find each other in time; on every rank when their versions differ, or when
     NCCL is asked for and ranks share a GPU.
     """
     joined = dist.is_initialized()
     missing = [] if _is_started() else [name for name in _ENVIRONMENT if name not in os.environ]
+    if world == 1 and missing == [*_ENVIRONMENT] and not joined:  # a process alone needs no torchrun
+        os.environ.update(zip(_ENVIRONMENT, ("0", "1", "127.0.0.1", "0"), strict=True))
+        missing = []
     command = f"torchrun --standalone --nproc-per-node {world or 2} {sys.argv[0] or 'script.py'}"
     if missing and not joined:
         raise LaunchError(f"not started by torchrun ({', '.join(missing)} not set); run: {command}")
@@ -102,7 +105,7 @@ def _join(where: torch.device, backend: str | None, timeout: float | None, tell:
     if not joined:
         within = timedelta(seconds=seconds)
         bound = where if chosen == "nccl" else None  # its communicators are created at once, so errors show here
-        with _finding_others(seconds):
+        with _finding_others(seconds, met=True):
             store.set_timeout(within)
             dist.init_process_group(
                 backend or chosen, timeout=within, store=store, rank=rank, world_size=world, device_id=bound
@@ -120,17 +123,19 @@ def _told(store: Any, rank: int, world: int, own: Seat) -> list[Seat]:
 
 
 @contextmanager
-def _finding_others(seconds: float) -> Iterator[None]:
+def _finding_others(seconds: float, met: bool = False) -> Iterator[None]:
+    """met: all have found the master, and look for each other."""
     try:
         yield
     except RuntimeError as error:
         rank, world, master, port = (os.environ.get(name, "?") for name in _ENVIRONMENT)
         if fails_by_itself(error):
             raise BackendError(f"rank {rank} of {world}: {cause(error)}") from error
+        found = "met the others at {}, but reached no ports of theirs" if met else "did not find the others at {}"
         raise RanksApart(
-            f"rank {rank} of {world} did not find the others at {master}:{port} within {seconds:g} s "
+            f"rank {rank} of {world} {found.format(f'{master}:{port}')} within {seconds:g} s "
             f"over the interface {os.environ.get('GLOO_SOCKET_IFNAME', 'of the host name')} (GLOO_SOCKET_IFNAME): "
-            f"{cause(error)}"
+            f"{cause(error)}{'; let all TCP ports pass among the hosts' * met}"
         ) from error
 
 

@@ -29,7 +29,7 @@ from splitc.runtime.late_multiply.layers import LateMultiply
 from splitc.runtime.launch import torchrun as launching
 from splitc.runtime.transport import doubling
 from splitc.runtime.transport.base import PeerLost, Transport
-from splitc.runtime.transport.distributed import init, rank_among, started_world
+from splitc.runtime.transport.distributed import _ENVIRONMENT, init, rank_among, started_world
 from splitc.runtime.transport.short import Short
 from splitc.runtime.transport.simulated import run_ranks
 from tests.support.transitions import TRANSITIONS, Case
@@ -427,6 +427,15 @@ def test_a_start_without_torchrun_says_how_to_start(torchrun: Callable[..., None
         init(world=4)
     caught.match(r"not started by torchrun \(WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set\)")
     caught.match("run: torchrun --standalone --nproc-per-node 4 ")
+
+
+def test_a_program_for_one_rank_needs_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = {name: value for name, value in os.environ.items() if name not in _ENVIRONMENT}
+    monkeypatch.setattr(os, "environ", left)
+    for _ in range(2):
+        transport = init(world=1, backend="gloo", device="cpu")
+        assert (transport.rank, transport.world) == (0, 1)
+        transport.close()
 
 
 def test_a_start_with_another_number_of_ranks_names_both(torchrun: Callable[..., None]) -> None:
