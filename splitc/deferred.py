@@ -23,6 +23,7 @@ from splitc.ir.plan import Plan
 from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.loader import Loader, taken_over
 from splitc.runtime.parameter_groups import OptimizerFactory
+from splitc.runtime.progress import Step
 from splitc.runtime.transport.agreement import agreed
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.meeting import Call, join
@@ -148,7 +149,8 @@ class DeferredWorker:
             return
 
         def compiled() -> tuple[dict[str, str], Iterator[dict[str, Tensor]]]:
-            made.append(self._program.compile(_first(batches)).validated())
+            with Step(f"compiling {type(self._program._model).__name__}", quiet=False):
+                made.append(self._program.compile(_first(batches)).validated())
             _say(_chosen(made[0].plan))
             return made[0].files, made[0].parts()
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from splitc import units
 from splitc.cli.files import check_writable, write_file
-from splitc.cli.progress import Step
 from splitc.errors import CostError, LaunchError
 from splitc.ir.cluster_file import parse_cluster, to_data, to_toml
+from splitc.runtime.progress import Step
 
 if TYPE_CHECKING:
     from splitc.cost_models.calibration.calibrate import Calibration

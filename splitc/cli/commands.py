@@ -10,8 +10,8 @@ from pkgutil import resolve_name
 from typing import Any
 
 from splitc.cli.names import check_names, require_build
-from splitc.cli.progress import Step
 from splitc.codegen.build_folder import require_writable
+from splitc.runtime.progress import Step
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,7 +84,8 @@ def compile(args: argparse.Namespace) -> int:
     _print_ladder(program, args)
     print(f"wrote {folder}/: {listed(program.files, args.standalone)}")
     print(f"run   splitc run {folder} --steps 3")
-    print(f"or    torchrun --nproc-per-node {plan.world} {folder}/launch.py --steps 3")
+    start = f"torchrun --nproc-per-node {plan.world}" if plan.world > 1 else "python"
+    print(f"or    {start} {folder}/launch.py --steps 3")
     return 0
 
 

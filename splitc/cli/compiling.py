@@ -25,7 +25,6 @@ from splitc.cli.alone import runs_alone
 from splitc.cli.model_file import ModelFile, load_model
 from splitc.cli.names import Attempts
 from splitc.cli.plan_file import read_plan_file
-from splitc.cli.progress import Step
 from splitc.codegen.build_folder import WEIGHTS
 from splitc.compiled import CompiledProgram, with_formats
 from splitc.cost_models.calibration.rank_timer import Progress
@@ -48,6 +47,7 @@ from splitc.passes.place import Place
 from splitc.passes.planner.pins import contradicted, unknown_words
 from splitc.passes.planner.strategy import in_microbatches, parse_strategy
 from splitc.report.what_if import advice
+from splitc.runtime.progress import Step
 from splitc.runtime.transport.formats import AS_COMPUTED
 from splitc.specialise import Settings, inserts_norm, specialise, with_norms
 
@@ -68,7 +68,7 @@ def compiled(args: argparse.Namespace) -> CompiledProgram:
             traced[:] = [_analysed(file, args.verbose, settings, doing, True)]
             return chosen(lambda asked: specialise(traced[0], asked, plan, now=doing))
 
-    with Step(f"planning {file.name} on {settings.world} ranks", args.quiet) as step:
+    with Step(f"planning {file.name} on {settings.world} rank{'s' * (settings.world > 1)}", args.quiet) as step:
         then = watch if args.verbose else None, step.doing(file.name)
         placed = chosen(lambda asked: specialise(program, asked, plan, *then))
         if plan is None and args.command not in ("verify", "tune"):

@@ -10,13 +10,13 @@ from typing import Any
 
 from splitc import units
 from splitc.cli.compiling import analysed
-from splitc.cli.progress import Step
 from splitc.errors import LaunchError
 from splitc.ir.program import Program
 from splitc.passes.place import Place
 from splitc.report.alternatives import Alternative, alternatives, matching_layers
 from splitc.report.text import table, wrap
 from splitc.report.what_if import breakpoints, choice_text, quantities
+from splitc.runtime.progress import Step
 
 
 def explain(args: argparse.Namespace) -> int:

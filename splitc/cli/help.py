@@ -74,7 +74,9 @@ Exit code 0: both decide the same, whatever they predict; 1: they differ.
 
 options, after the folder
   --steps N               training steps (default 10)
-  --data MODULE:FUNCTION  batches of a rank; synthetic ones without it
+  --data MODULE:FUNCTION  a Dataset or batches of a rank; else random ones
+  --optimizer MODULE:FUNCTION, --lr RATE
+                          in place of SGD with 0.01 and momentum 0.9
   --seed N                of dropout and of synthetic data (default 0)
   --backend NAME          gloo or nccl
   --device NAME           cpu or cuda

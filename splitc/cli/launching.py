@@ -190,7 +190,7 @@ def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         )
     if unknown:
         parser.refuse_option(unknown[0], "launch.py has no option")
-    for option, given in (("--data", args.data), ("--eval-data", args.eval_data)):
+    for option, given in (("--data", args.data), ("--eval-data", args.eval_data), ("--optimizer", args.optimizer)):
         if given is not None:
             check_data(given, option)
     use_checkpoints(args, args.restarts)
@@ -209,7 +209,7 @@ def check_data(name: str, option: str) -> None:
     """Raises LaunchError when `module:function` cannot be found.  The module is read and not run."""
     module, _, function = name.partition(":")
     if not module or not function.isidentifier():
-        raise LaunchError(f"{option} {name}: write module:function, a function of the worker that gives its batches")
+        raise LaunchError(f"{option} {name}: write module:function")
     sys.path.insert(0, str(Path.cwd()))
     try:
         spec = importlib.util.find_spec(module)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from splitc.cli.correcting import cluster_to_correct, correction_command, write_correction
 from splitc.cli.files import check_writable, write_file
-from splitc.cli.progress import Step
 from splitc.cost_models.calibration.correction import factors_of
 from splitc.cost_models.calibration.record import Seen, keep, run_of
 from splitc.cost_models.simulation.trace import chrome_trace
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
 from splitc.report.measurement import WIDTH, Measurement, as_json, as_text, factors_in_words, read_measurement
+from splitc.runtime.progress import Step
 from splitc.runtime.transport.phases import TRACED, WARM_UP
 
 STEPS = 10

@@ -15,7 +15,6 @@ from splitc import units
 from splitc.cli.files import check_writable, write_file
 from splitc.cli.model_file import load_model
 from splitc.cli.plan_file import read_plan_file
-from splitc.cli.progress import Step
 from splitc.cli.sweep import Cell, simulated, sweep
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.simulation.timeline import simulate as simulate_timeline
@@ -28,6 +27,7 @@ from splitc.ir.short_wire import parse_wire, wire_text
 from splitc.passes.analysis import analyse, fingerprint
 from splitc.passes.planner.strategy import parse_strategy
 from splitc.passes.use_plan import UsePlan
+from splitc.runtime.progress import Step
 from splitc.specialise import Settings, specialise
 
 _MOST_WORLDS = 16  # of a range without a step

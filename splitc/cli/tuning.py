@@ -18,7 +18,6 @@ import torch
 
 from splitc.cli.compiling import compiled, listed
 from splitc.cli.hosts import Host, parse_hosts, run_on_hosts
-from splitc.cli.progress import Step
 from splitc.codegen.build_folder import WEIGHTS, require_writable
 from splitc.codegen.generate import generate
 from splitc.codegen.save import require_importable
@@ -28,6 +27,7 @@ from splitc.ir.program import LoweredProgram
 from splitc.report.text import tried
 from splitc.runtime.launch.torchrun import torchrun
 from splitc.runtime.launch.tuning import BATCH, FINALISTS, SCRIPT, take
+from splitc.runtime.progress import Step
 from splitc.runtime.tuning import Finalist
 from splitc.tuned import finalist_of
 

@@ -16,12 +16,12 @@ import pytest
 
 from splitc.cli.compiling import parse_pins
 from splitc.cli.options import parse
-from splitc.cli.progress import Step
 from splitc.cost_models.clusters.files import known_clusters
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.cluster_file import from_data, parse_cluster
 from splitc.ir.placements import Placement
+from splitc.runtime.progress import Step
 from tests import ROOT
 from tests.support.command import splitc
 
@@ -233,7 +233,7 @@ def test_progress_shows_at_once_on_a_terminal_and_goes_away() -> None:
     stream = Terminal()
     with Step("tracing Net", quiet=False, stream=stream):
         time.sleep(0.05)
-    assert stream.getvalue() == "\rsplitc: tracing Net ...\r\x1b[K"
+    assert stream.getvalue() == "\x1b[Ksplitc: tracing Net ...\r\x1b[K"
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ class Batches:
             )
         if isinstance(self._source, Dataset | DataLoader):
             self._loader = worker.loader(self._source, seed=args.seed)
+        self._epochs = args.epochs
         if args.epochs is not None:
             if self._loader is None or isinstance(self._source, IterableDataset):
                 raise LaunchError(f"--epochs: what {args.data} gives is no Dataset with a length; give --steps")
@@ -50,6 +51,13 @@ class Batches:
 
     def __len__(self) -> int:
         return self._steps
+
+    @property
+    def epoch(self) -> str:
+        """Where the run is in its dataset, in words; nothing without one."""
+        if self._loader is None:
+            return ""
+        return f"  epoch {self._loader.epoch + 1}{f' of {self._epochs}' if self._epochs else ''}"
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         made, worker = self._worker.steps, self._worker
@@ -89,10 +97,40 @@ def evaluation(worker: Worker, args: argparse.Namespace) -> Loader | None:
     """What `--eval-data` gives, each example once an epoch; None without it."""
     if args.eval_data is None:
         return None
-    source = found(args.eval_data, worker)
+    source = found(args.eval_data, worker, "--eval-data")
     if not isinstance(source, Dataset | DataLoader):
         raise LaunchError(f"--eval-data: {args.eval_data} gives a {type(source).__name__}; let it give a Dataset")
     return worker.loader(source, shuffle=False, drop_last=False)
+
+
+def evaluated(worker: Worker, loader: Loader, args: argparse.Namespace) -> str:
+    """`evaluation 0.123456`, the mean loss, with `--accuracy` and `  accuracy 0.9810`.  Collective.
+
+    Raises LaunchError, on every rank, where outputs and targets are no scores and numbers of classes.
+    """
+    text = f"evaluation {worker.evaluate(loader).item():.6f}"
+    if not args.accuracy:
+        return text
+    counts = [_right(worker.predict(*batch), batch) for batch in loader]
+    every = [each for own in worker.rank.transport.all_gather_objects(counts) for each in own]
+    if None in every:
+        raise LaunchError("--accuracy: the output must be scores of classes, and the last target the class of each")
+    right, number = map(sum, zip(*every, strict=True))
+    return f"{text}  accuracy {right / max(number, 1):.4f}"
+
+
+def _right(scores: Any, batch: tuple[Any, ...]) -> tuple[int, int] | None:
+    """How many classes have the largest score, and of how many; None where these are no classes."""
+    if not batch:
+        return 0, 0
+    classes = batch[-1]
+    if not (isinstance(scores, Tensor) and isinstance(classes, Tensor)) or classes.is_floating_point():
+        return None
+    for dim in (1, -1):
+        if scores.dim() == classes.dim() + 1 and (found := scores.argmax(dim).cpu()).shape == classes.shape:
+            known = classes.cpu() >= 0  # below are those that a loss ignores
+            return int((found == classes.cpu())[known].sum()), int(known.sum())
+    return None
 
 
 def taken(batches: Iterable[Any], worker: Worker) -> Iterator[tuple[Tensor, ...]]:
@@ -101,19 +139,19 @@ def taken(batches: Iterable[Any], worker: Worker) -> Iterator[tuple[Tensor, ...]
     return (as_tuple(batch, paths) if reads else () for batch in batches)
 
 
-def found(name: str, worker: Worker) -> Any:
+def found(name: str, given: Any, option: str = "--data") -> Any:
     """What the user's `module:function` gives.  Raises LaunchError when there is no such function."""
     module, _, function = name.partition(":")
     if not function:
-        raise LaunchError(f"--data {name}: write module:function")
+        raise LaunchError(f"{option} {name}: write module:function")
     sys.path.insert(0, os.getcwd())
     try:
         make: Any = getattr(importlib.import_module(module), function, None)
     except ModuleNotFoundError as error:
-        raise LaunchError(f"--data {name}: {error}") from error
+        raise LaunchError(f"{option} {name}: {error}") from error
     if make is None:
-        raise LaunchError(f"--data {name}: {module} has no {function}")
-    return make(worker)
+        raise LaunchError(f"{option} {name}: {module} has no {function}")
+    return make(given)
 
 
 def synthetic(rank: RankSpec, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:

@@ -7,6 +7,7 @@ import atexit
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..errors import COMMAND, STOPPED_BY, LaunchError
 from ..journal import note
 from ..live import Expected
 from ..parameter_groups import OptimizerFactory
+from ..progress import Step
 from ..transport.base import Transport
 from ..transport.distributed import init
 from ..transport.phases import WARM_UP, report, write
@@ -27,18 +29,20 @@ from ..transport.recorder import Recorder
 from ..weights import first_names
 from ..worker import Worker
 from .failures import guarded
-from .feed import STEPS, evaluation
+from .feed import STEPS, evaluated, evaluation, found
 from .feed import Batches as batches
 from .history import History
 from .loader import load_rank, require_one_build
 from .losses import Losses as losses
 from .measured import MeasuredWorker
 from .options import EVERY, add_options, check_options, use_checkpoints
+from .shown import Shown as shown
 from .stopping import Stopped
 
 __all__ = [
     "batches",
     "board",
+    "evaluated",
     "evaluation",
     "guarded",
     "load_weights",
@@ -47,6 +51,7 @@ __all__ = [
     "main",
     "open_worker",
     "resume",
+    "shown",
 ]
 
 
@@ -97,9 +102,8 @@ def open_worker(
     finite = {None: False, "stop": True}.get(args.check_finite, args.check_finite)
     checks = {"check_finite": finite, "check_replicas": args.check_replicas}
     options = {"compile_stages": args.compile_stages, **checks, **options}
-    worker = load_worker(
-        folder, transport if args.measure is None else Recorder(transport), optimizer, args.seed, **options
-    )
+    on = transport if args.measure is None else Recorder(transport)
+    worker = load_worker(folder, on, _asked(optimizer, args), args.seed, **options)
     if worker.live is not None and worker.rank.index == 0:
         worker.live.expected = _expected(folder, worker)
     args.save_every = args.save_every or (args.saves and -(-EVERY // worker.cycle[0]) * worker.cycle[0])
@@ -107,12 +111,27 @@ def open_worker(
         yield worker
     except Stopped as signal:
         _stop(worker, args, signal)
-    worker.close()
+    with Step("completing the checkpoint", quiet=not args.saves or worker.rank.index > 0):
+        worker.close()
     if isinstance(worker, MeasuredWorker):
         all_steps = transport.gather_objects(worker.recorder.steps)
         if all_steps is not None:
             write(report(all_steps, worker.examples, {"device": str(transport.device)}), args.measure)
     transport.close()
+
+
+def _asked(make: OptimizerFactory, args: argparse.Namespace) -> OptimizerFactory:
+    """The factory that launch.py has, or that of `--optimizer`, with the rate of `--lr`."""
+
+    def made(params: Any) -> torch.optim.Optimizer:
+        optimizer = make(params) if args.optimizer is None else found(args.optimizer, params, "--optimizer")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise LaunchError(f"--optimizer {args.optimizer} gives a {type(optimizer).__name__}, not an optimizer")
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] if args.lr is None else args.lr
+        return optimizer
+
+    return made
 
 
 def _stop(worker: Worker, args: argparse.Namespace, signal: Stopped) -> None:
@@ -168,7 +187,9 @@ def resume(worker: Worker, args: argparse.Namespace) -> None:
     there = any(worker.rank.transport.all_gather_objects(bool([*args.checkpoints.glob("step-*[0-9]")])))
     text = f"no checkpoint in {args.checkpoints}: training begins"
     if there:
-        text = f"goes on after step {worker.resume(args.checkpoints)}, from {args.checkpoints}"
+        with warnings.catch_warnings(record=True) as said:
+            text = f"goes on after step {worker.resume(args.checkpoints)}, from {args.checkpoints}"
+        text = "\n".join([*(f"warning: {each.message}" for each in said), text])
     if worker.rank.index == 0:
         print(text, flush=True)
 

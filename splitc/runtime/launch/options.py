@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import re
 from pathlib import Path
 
@@ -33,6 +34,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--eval-data", metavar="MODULE:FUNCTION", help="of the worker: gives a Dataset to evaluate on")
     add("--eval-every", type=positive, metavar="N", help="evaluate every N steps; the last is evaluated in any case")
+    add("--accuracy", action="store_true", help="evaluate also which part of the classes is predicted right")
+    own = "of the parameters: makes the optimizer, in place of that in launch.py"
+    add("--optimizer", metavar="MODULE:FUNCTION", help=own)
+    add("--lr", type=float, metavar="RATE", help="of all its groups; a checkpoint that is resumed keeps its own")
+    add("--log-every", type=positive, metavar="N", help="print each N-th step (default: the first 100, then few)")
     add("--seed", type=int, default=0, metavar="N", help="of dropout, order and synthetic data (default 0)")
     add("--compile-stages", action="store_true", help="run stages under torch.compile, where that is faster")
     add("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
@@ -68,6 +74,10 @@ def check_options(args: argparse.Namespace) -> None:
         raise LaunchError(f"--save {args.save}: there is no folder {args.save.absolute().parent}")
     if args.eval_every is not None and args.eval_data is None:
         raise LaunchError("--eval-every needs --eval-data MODULE:FUNCTION, what to evaluate on")
+    if args.accuracy and args.eval_data is None:
+        raise LaunchError("--accuracy needs --eval-data MODULE:FUNCTION, what to evaluate on")
+    if args.lr is not None and not 0 <= args.lr < math.inf:
+        raise LaunchError(f"--lr {args.lr}: give a learning rate of at least 0")
     if args.epochs is not None and args.data is None:
         raise LaunchError("--epochs needs --data MODULE:FUNCTION that gives a Dataset; synthetic batches have no end")
     there = sorted(path.name for path in args.checkpoints.glob("step-*[0-9]")) if args.saves else []

@@ -101,9 +101,10 @@ def forward(pipe: IO[bytes] | None, to: Lines, keep: Callable[[Iterable[str]], I
 
     def write() -> None:
         assert pipe is not None
+        erase = "\x1b[K" * (sys.stderr.isatty() and to is sys.stderr)  # the line that training renews
         with io.TextIOWrapper(pipe, "utf-8", "replace", newline="") as lines:  # progress bars end lines with \r
             for line in keep(lines):
-                to.write(line)
+                to.write(erase + line)
                 to.flush()
 
     thread = threading.Thread(target=write, daemon=True)

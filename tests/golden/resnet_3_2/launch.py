@@ -6,11 +6,9 @@ run      torchrun --nproc-per-node 5 launch.py --steps 10
          torchrun --nnodes 2 --node-rank 0 --nproc-per-node N --master-addr node1 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives a Dataset, or an iterable of
                                   batches, (inputs..., target), of the examples that worker.data_rank reads
-         --help                   evaluation, checkpoints, resuming, TensorBoard
+         --help                   optimizer, evaluation, checkpoints, resuming, TensorBoard
 plan     8646523e69cc
 """
-
-import time
 
 import torch
 
@@ -30,26 +28,23 @@ def schedule(optimizer):
 
 def train(args):
     with launch.open_worker(__file__, WORLD, optimizer, args) as worker:
-        scheduler, is_first = worker.scheduler(schedule), worker.rank.index == 0
+        scheduler = worker.scheduler(schedule)
         batches, evaluation = launch.batches(worker, args), launch.evaluation(worker, args)
         board = launch.board(worker, args)                          # rank 0's, with --tensorboard
         if args.resume:
             launch.resume(worker, args)
-        losses, begin = launch.losses(worker), time.perf_counter()
+        losses, shown = launch.losses(worker), launch.shown(worker, batches, args)
         for step, batch in enumerate(batches, start=worker.steps + 1):
             is_last = step == len(batches)
             evaluates = evaluation is not None and (is_last or step % (args.eval_every or len(batches)) == 0)
             loss = worker.step(*batch)
             scheduler.step()
             for made, value in losses(step, loss, now=is_last or evaluates):  # of a GPU one step late, without a wait
-                print(f"step {made}  loss {value:.6f}  {time.perf_counter() - begin:.3f} s", flush=True)
-                begin = time.perf_counter()
+                shown(made, value)
                 if board is not None:
                     board.add_scalar("loss", value, made)
             if evaluates:
-                mean = worker.evaluate(evaluation).item()
-                if is_first:
-                    print(f"step {step}  evaluation {mean:.6f}", flush=True)
+                shown.say(f"step {step}  {launch.evaluated(worker, evaluation, args)}")
             if args.save_every and (is_last or step % args.save_every == 0):
                 worker.save(args.checkpoints, asynchronous=True)    # --resume goes on from the last one
         if args.save is not None:

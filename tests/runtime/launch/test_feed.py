@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from splitc.errors import LaunchError
-from splitc.runtime.launch.feed import Batches, evaluation
+from splitc.runtime.launch.feed import Batches, _right, evaluated, evaluation
 from splitc.runtime.launch.main import resume
 from splitc.runtime.worker import Worker
 from tests.support.launched import BATCH, WORLD, Examples, Perceptron, program
@@ -104,3 +104,23 @@ def test_resuming_where_there_is_no_checkpoint_begins_and_says_so(
     on_workers(program("data_parallel"), lambda worker: resume(worker, Namespace(checkpoints=tmp_path)))
     said = capsys.readouterr().out.splitlines()
     assert said == [f"no checkpoint in {tmp_path}: training begins", f"goes on after step 0, from {tmp_path}"]
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation(n_c=1, n_f=1)"])
+def test_accuracy_is_that_of_the_whole_model_on_all_examples(strategy: str) -> None:
+    asked = args(eval_data=f"{HERE}:dataset", accuracy=True)
+
+    def run(worker: Worker) -> list[str]:
+        loader = evaluation(worker, asked)
+        assert loader is not None
+        return [evaluated(worker, loader, asked) for _ in range(2)]
+
+    x, y = Examples()[:]
+    right = (Perceptron()(x).argmax(1) == y).double().mean()
+    for texts in on_workers(program(strategy), run):
+        assert [text.partition("  ")[2] for text in texts] == [f"accuracy {right:.4f}"] * 2
+
+
+def test_accuracy_of_outputs_that_are_no_scores_of_classes_is_refused_on_every_rank() -> None:
+    assert _right(torch.rand(4, 3), (torch.zeros(4, 3),)) is None
+    assert _right(torch.eye(3)[None], (torch.rand(1, 3, 2), torch.tensor([[0, 2, -100]]))) == (1, 2)  # tokens

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from splitc.runtime.launch.feed import evaluated
 from splitc.runtime.launch.losses import Losses
+from splitc.runtime.launch.shown import Shown
 from tests.support.launched import program
 
 
@@ -49,6 +51,12 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+class Five(list[Any]):
+    """Batches of no dataset."""
+
+    epoch = ""
+
+
 def known(losses: Losses, step: int, loss: Any, **how: bool) -> list[tuple[int, float]]:
     return list(losses(step, loss, **how))
 
@@ -81,7 +89,7 @@ def test_launch_reads_no_loss_of_the_step_that_runs(log: list[str], capsys: pyte
         return OnGpu(number, log)
 
     worker = SimpleNamespace(rank=SimpleNamespace(index=0), steps=0, scheduler=lambda make: SimpleNamespace(step=int))
-    worker.step, worker.evaluate = step, lambda loader: torch.tensor(7.0)
+    worker.step, worker.evaluate, worker.batch_offsets = step, lambda loader: torch.tensor(7.0), (0, 4)
 
     @contextmanager
     def open_worker(*_: Any) -> Iterator[Any]:
@@ -89,15 +97,18 @@ def test_launch_reads_no_loss_of_the_step_that_runs(log: list[str], capsys: pyte
 
     launch.launch = SimpleNamespace(
         open_worker=open_worker,
-        batches=lambda *_: [(k,) for k in range(1, 6)],
+        batches=lambda *_: Five((k,) for k in range(1, 6)),
         evaluation=lambda *_: "data",
         board=lambda *_: SimpleNamespace(add_scalar=lambda *each: written.append(each)),
         losses=Losses,
+        shown=Shown,
+        evaluated=evaluated,
     )
-    launch.train(SimpleNamespace(resume=False, eval_every=3, save_every=None, save=None))
+    options = {"log_every": None, "accuracy": False}
+    launch.train(SimpleNamespace(resume=False, eval_every=3, save_every=None, save=None, **options))
     assert written == [("loss", k / 2, k) for k in range(1, 6)]
     order = [line for line in log if not line.startswith(("copy", "wait"))]
     assert order == ["step 1", "step 2", "read 1", "step 3", "read 2", "read 3", "step 4", "step 5", "read 4", "read 5"]
-    printed = [line.rpartition("  ")[0] if "loss" in line else line for line in capsys.readouterr().out.splitlines()]
+    printed = ["  ".join(line.split("  ")[:2]) for line in capsys.readouterr().out.splitlines()]
     expected = [f"step {k}  loss {k / 2:.6f}" for k in range(1, 6)]
     assert printed == [*expected[:3], "step 3  evaluation 7.000000", *expected[3:], "step 5  evaluation 7.000000"]

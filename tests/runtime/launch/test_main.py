@@ -75,7 +75,7 @@ def test_a_build_trains_on_the_users_data_as_one_process_and_its_saved_state_loa
     code, output, _ = launch(build / "launch.py", *arguments)
     assert code == 0, output
     losses, state = expected(6)
-    printed = re.findall(r"^step (\d+)  loss (\S+)  \S+ s$", output, re.MULTILINE)
+    printed = re.findall(r"^step (\d+)  loss (\S+)  \S+ s\b", output, re.MULTILINE)
     assert [int(step) for step, _ in printed] == [1, 2, 3, 4, 5, 6]  # once, by rank 0
     assert [float(loss) for _, loss in printed] == pytest.approx(losses, abs=2e-6)
     saved = torch.load(tmp_path / "state.pt", weights_only=True)

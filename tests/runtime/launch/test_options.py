@@ -23,6 +23,8 @@ def parsed(*arguments: str, restarts: int = 0) -> argparse.Namespace:
 WRONG = [
     (["--save", "no/model.pt"], "--save no/model.pt: there is no folder"),
     (["--eval-every", "5"], "--eval-every needs --eval-data"),
+    (["--accuracy"], "--accuracy needs --eval-data"),
+    (["--lr", "nan"], "--lr nan: give a learning rate"),
     (["--epochs", "2"], "--epochs needs --data MODULE:FUNCTION that gives a Dataset"),
     (["--tensorboard", "runs"], "--tensorboard needs TensorBoard, which is not installed"),
     (["--save-every", "5"], "checkpoints holds step-000020 of an earlier run; go on from it with --resume"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 from splitc.errors import LaunchError
 from splitc.runtime.launch import main as launching
+from splitc.runtime.launch.options import add_options
 from splitc.runtime.transport import distributed
 from splitc.runtime.transport.devices import Seat, choose, device_of, in_words, wanted
 
@@ -223,6 +225,23 @@ def test_launch_py_takes_a_device_and_tells(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(LaunchError, match="far enough"):
         launching.main(train, 2)
     assert asked == {"backend": None, "device": "cpu", "tell": True}
+
+
+def test_launch_py_takes_an_optimizer_and_a_rate_from_its_options() -> None:
+    weights = [("weight", torch.nn.Parameter(torch.zeros(2)))]
+
+    def made(*words: str) -> torch.optim.Optimizer:
+        parser = argparse.ArgumentParser()
+        add_options(parser)
+        return launching._asked(lambda params: torch.optim.SGD(params, lr=0.5), parser.parse_args(words))(weights)
+
+    assert [type(each).__name__ for each in (made(), made("--optimizer", "torch.optim:Adam"))] == ["SGD", "Adam"]
+    rates = [made(*words).param_groups[0]["lr"] for words in ((), ("--lr", "0.25"))]
+    assert rates == [0.5, 0.25]
+    with pytest.raises(LaunchError, match="--optimizer builtins:list gives a list, not an optimizer"):
+        made("--optimizer", "builtins:list")
+    with pytest.raises(LaunchError, match=r"--optimizer torch\.optim:Adams: torch\.optim has no Adams"):
+        made("--optimizer", "torch.optim:Adams")
 
 
 def test_every_rank_learns_of_all_through_the_store() -> None:
