@@ -50,7 +50,7 @@ def calibrate(args: argparse.Namespace) -> int:
 
     options = ["--output", args.output, "--budget", str(args.budget)]
     options += ["--backend", args.backend] if args.backend else []
-    options += [f"--{flag}" for flag in ("separate", "json", "quiet") if getattr(args, flag)]
+    options += [f"--{flag}" for flag in ("separate", "json", "quiet", "all") if getattr(args, flag)]
     return torchrun(["-m", "splitc.cli", "calibrate", *options], world).returncode and 1
 
 
@@ -113,7 +113,7 @@ def _measure(args: argparse.Namespace, output: Path) -> None:
         )
     if transport.rank == 0:
         write_file("-o", output, to_toml(found.cluster))
-        print(as_json(found, output) if args.json else report(found, output), flush=True)
+        print(as_json(found, output) if args.json else report(found, output, args.all), flush=True)
     transport.close()
 
 
@@ -132,8 +132,8 @@ def _say(text: str) -> None:
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
-def report(found: Calibration, output: Path) -> str:
-    """The residuals, the numbers of the cluster, and the command that uses them."""
+def report(found: Calibration, output: Path, everything: bool = False) -> str:
+    """The numbers of the cluster, and the command that uses them; everything: the residuals too."""
     from tabulate import tabulate
 
     rows = [
@@ -143,7 +143,7 @@ def report(found: Calibration, output: Path) -> str:
     header = ("what", "measured", "fitted", "error")
     table = tabulate(rows, header, disable_numparse=True, colalign=("left", "right", "right", "right"))
     errors = sorted(abs(_error(each)) for each in found.residuals)
-    lines = [table, ""]
+    lines = [table, ""] if everything else []
     if errors:
         lines += [f"errors: half within {errors[len(errors) // 2]:.0%}, all within {errors[-1]:.0%}", ""]
         lines += list(_warnings(found.residuals))

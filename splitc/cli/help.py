@@ -88,6 +88,7 @@ options, after the folder
   --correct CLUSTER.TOML  with --measure: correct this cluster file by what
                           was measured, or write a new one
   --json                  with --measure: print the comparison as JSON
+  --measured FILE         print likewise what launch.py --measure FILE wrote
 
   --hosts A,B:2           copy the build to these hosts over ssh, and run it
                           there; :2 are the ranks of one (default: even)

@@ -37,7 +37,7 @@ def launch(folder: Path, arguments: Sequence[str]) -> int:
     own, others = _own_options().parse_known_args(arguments)
     if "launch.main(" in script.read_text(encoding="utf-8", errors="replace"):  # else it is the user's own
         args = _check_arguments(arguments)
-        if args.measure:
+        if args.measure or args.measured:
             from splitc.cli.measuring import measure
 
             return measure(folder, plan, args, measuring_options().parse_known_args(arguments)[1])
@@ -154,6 +154,7 @@ def measuring_options() -> Parser:
         help="record what each rank computes, waits for and sends, and print it beside the prediction; the first "
         "3 steps are left out",
     )
+    add("--measured", type=Path, metavar="FILE", help="print likewise what launch.py --measure FILE wrote on any hosts")
     add("--trace", type=Path, metavar="FILE", help="with --measure: write the last steps as a Chrome trace")
     add(
         "--correct",
@@ -198,9 +199,9 @@ def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if args.measure and args.restarts:
         parser.error("--restarts is for training; leave out --measure")
     if args.measure and args.hosts:
-        parser.error("--measure runs on this machine; on several, start torchrun yourself: launch.py --measure FILE")
+        parser.error("--measure runs on this machine; on several start launch.py --measure FILE, then --measured FILE")
     for name in ("trace", "correct", "json"):
-        if getattr(args, name) and not args.measure:
+        if getattr(args, name) and not (args.measure or args.measured):
             parser.error(f"--{name} belongs to --measure, which is not there")
     return args
 

@@ -84,7 +84,9 @@ def _can_measure(folder: Path, plan: Plan, steps: int | None) -> None:
 
 
 def _run(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence[str]) -> Measurement | None:
-    """Run and read the measurement; None when a rank failed.  With --json the ranks print errors only."""
+    """Run, unless `--measured` has run, and read; None when a rank failed.  With --json ranks print errors only."""
+    if args.measured is not None:
+        return read_measurement(args.measured, plan.period)
     from splitc.runtime.launch.torchrun import torchrun
 
     with tempfile.TemporaryDirectory(prefix="splitc-") as temporary:

@@ -157,6 +157,7 @@ def _calibrate(add: Add) -> None:
     add("--separate", action="store_true", help="the ranks are machines of their own, and share no cores and no link")
     add("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
     add("--json", action="store_true", help="print the cluster and the residuals as JSON")
+    add("--all", action="store_true", help="print every row that was measured beside its fit")
     add("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 

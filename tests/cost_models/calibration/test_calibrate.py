@@ -627,12 +627,13 @@ def test_without_gpus_as_many_ranks_start_as_there_are_cores_two_at_least(monkey
     assert calibrating.ranks_to_start(3, "gloo") == 3
 
 
-def test_the_report_has_every_residual_the_numbers_and_how_to_use_them() -> None:
+def test_the_report_has_the_numbers_how_to_use_them_and_every_residual_where_it_is_asked_to() -> None:
     ranks = RankLayout(world=3, per_host=3, slots=2, gpus=False, separate=True)
     cluster = assemble("bed", "measured", fits(DEVICE, DEVICE, DEVICE.scaled(0.5)), linked(FAST, FAST, SLOW), ranks)
     residuals = (Residual("message, 64 B", 2e-4, 3e-4), Residual("matmul", 0.5, 0.45))
     found = Calibration(cluster, residuals)
-    text = calibrating.report(found, Path("bed.toml"))
+    assert "-10 %" not in calibrating.report(found, Path("bed.toml"))
+    text = calibrating.report(found, Path("bed.toml"), everything=True)
     assert "warning   prices of what is like these miss by 30% and more: message, 64 B (+50 %)\n" in text
     assert re.search(r"^message, 64 B +200 us +300 us +\+50 %$", text, re.MULTILINE)
     assert re.search(r"^matmul +500 ms +450 ms +-10 %$", text, re.MULTILINE)
