@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 from splitc.bounded import bounded
 from splitc.capture.example.example import Example
 from splitc.capture.validate.behind import Behind
-from splitc.checks.batch_sizes import runs_batches_of
 from splitc.codegen.generate import generate
 from splitc.codegen.rank_weights import rank_weights
 from splitc.codegen.save import require_importable, save_build
@@ -42,7 +41,7 @@ from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
 from splitc.specialise import Settings, inserts_norm, specialise, with_norms
 from splitc.tuned import Request, tuned
-from splitc.verify.batches import scaled_down
+from splitc.verify.batches import few_of, scaled_down
 from splitc.verify.borrowed import borrowed
 from splitc.verify.rounding import Rounding, rounding
 from splitc.verify.verify import Verification, verify_program
@@ -195,9 +194,7 @@ class CompiledProgram:
         self.validated()
         if processes:
             require_importable(self.program, "verify(processes=True)")
-        sizes = scaled_down(self.plan.local_batches, examples if examples is not None else 8)
-        if examples is None and not runs_batches_of(self.program, sizes):
-            sizes = self.plan.local_batches
+        sizes = few_of(self.program) if examples is None else scaled_down(self.plan.local_batches, examples)
         with borrowed(self._model, self._example.loss, dtype):
             compiled = self if dtype is None else self._in_dtype(dtype)
             parts = compiled.program, compiled.files, compiled._model, compiled._example, compiled.weights()

@@ -21,6 +21,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 _FUNCTIONS = {
+    "try": "trying:attempt",
     "inspect": "commands:inspect",
     "explain": "explaining:explain",
     "compile": "commands:compile",

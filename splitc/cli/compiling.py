@@ -71,7 +71,7 @@ def compiled(args: argparse.Namespace) -> CompiledProgram:
     with Step(f"planning {file.name} on {settings.world} rank{'s' * (settings.world > 1)}", args.quiet) as step:
         then = watch if args.verbose else None, step.doing(file.name)
         placed = chosen(lambda asked: specialise(program, asked, plan, *then))
-        if plan is None and args.command not in ("verify", "tune"):
+        if plan is None and args.command not in ("try", "verify", "tune"):
             step.now(f"planning {file.name} with faster links and larger batches")
             with suppress(TimeoutError):
                 place = replace(settings, wire=placed.plan.wire).place()

@@ -23,6 +23,7 @@ with the batch that --input asks for.
 _EXAMPLES = {
     "": """examples:
   splitc example alexnet                               (writes alexnet.py here)
+  splitc try examples/mlp.py
   splitc inspect examples/alexnet.py --world 4 --cluster v100-10gbe
   splitc compile examples/alexnet.py --world 4 --strategy layer_separation
   splitc run build --steps 3
@@ -31,6 +32,10 @@ _EXAMPLES = {
   splitc calibrate -o cluster.toml
 
 splitc COMMAND --help shows more.
+""",
+    "try": """examples:
+  splitc try examples/mlp.py
+  splitc try examples/alexnet.py --world 4 --cluster rtx3090-1gbe
 """,
     "inspect": """examples:
   splitc inspect examples/alexnet.py --world 11 --cluster v100-10gbe
@@ -83,12 +88,12 @@ options, after the folder
   --save FILE             write the trained model's state_dict there
   --measure               print what each rank computes, waits for and sends
                           beside what was predicted; 3 steps are left out
+  --measured FILE         print likewise what launch.py --measure FILE wrote
   --trace FILE            with --measure: the last steps as a Chrome trace,
                           which opens in ui.perfetto.dev
   --correct CLUSTER.TOML  with --measure: correct this cluster file by what
                           was measured, or write a new one
   --json                  with --measure: print the comparison as JSON
-  --measured FILE         print likewise what launch.py --measure FILE wrote
 
   --hosts A,B:2           copy the build to these hosts over ssh, and run it
                           there; :2 are the ranks of one (default: even)
@@ -152,5 +157,6 @@ A cluster of your own is a .toml file: --cluster my.toml
 
 def epilog(command: str = "") -> str:
     """What follows the options in the help of a command; of `splitc` itself without one."""
-    conventions = f"\n{_CONVENTIONS}\n" if command in ("inspect", "explain", "compile", "verify", "simulate") else ""
+    takes_model = command in ("try", "inspect", "explain", "compile", "verify", "simulate")
+    conventions = f"\n{_CONVENTIONS}\n" * takes_model
     return f"{_EXAMPLES.get(command, '')}{conventions}\n{_EXIT_CODES}"

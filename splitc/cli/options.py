@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from splitc.cli.help import epilog
@@ -156,8 +157,8 @@ def _calibrate(add: Add) -> None:
     add("--ranks", type=positive, metavar="N", help="processes to start (default: the GPUs, else 2 to 16, as cores)")
     add("--separate", action="store_true", help="the ranks are machines of their own, and share no cores and no link")
     add("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
-    add("--json", action="store_true", help="print the cluster and the residuals as JSON")
     add("--all", action="store_true", help="print every row that was measured beside its fit")
+    add("--json", action="store_true", help="print the cluster and the residuals as JSON")
     add("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
@@ -209,11 +210,12 @@ def _wire(add: Add) -> None:
     )
 
 
-def _model_options(add: Add, plan: bool = True) -> None:
+def _model_options(add: Add, plan: bool = True, world: int | None = None) -> None:
     add("model", help=_MODEL)
     if plan:
         _plan(add)
-    add("--world", type=positive, required=not plan, metavar="N", help="how many ranks")
+    ranks = f"how many ranks{f' (default {world})' * bool(world)}"
+    add("--world", type=positive, default=world, required=not (plan or world), metavar="N", help=ranks)
     add(
         "--cluster",
         metavar="NAME",
@@ -243,23 +245,20 @@ def _model_options(add: Add, plan: bool = True) -> None:
     add("--accumulate", type=positive, default=1, metavar="N", help="batches to an update, at most (default: 1)")
     _global_batch(add)
     add("--memory", type=memory, metavar="SIZE", help="memory of a rank, in place of the cluster's: 16GB, 40GiB")
-    add(
-        "--autocast",
-        metavar="DTYPE",
-        help="mixed precision: bfloat16 or float16 runs every forward under torch.autocast",
-    )
+    mixed = "mixed precision: bfloat16 or float16 runs every forward under torch.autocast"
+    add("--autocast", metavar="DTYPE", help=mixed)
     _wire(add)
     add("--wire-error", type=float, metavar="E", help="approximate: in formats with errors of gradients below E: 1e-2")
-    add(
-        "--input",
-        metavar="SIZES",
-        help="an example of these sizes, 4x3x224x224, or of this batch, 4; one for each input, separated by commas",
-    )
+    sizes = "an example of these sizes, 4x3x224x224, or of this batch, 4; one for each input, separated by commas"
+    add("--input", metavar="SIZES", help=sizes)
     add("-q", "--quiet", action="store_true", help="no progress on stderr")
     add("-v", "--verbose", action="store_true", help="time every pass and print the program after it")
 
 
+_try = partial(_model_options, plan=False, world=2)
+
 _COMMANDS: dict[str, tuple[str, Callable[[Add], None]]] = {
+    "try": ("plan a model, verify it, and train ten steps on this machine", _try),
     "inspect": ("show the best placement of a model, what it costs, and why", _inspect),
     "explain": ("show what other placements of a layer would cost, and where the choice flips", _explain),
     "compile": ("write the per-rank scripts of a model", _compile),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from torch import Tensor
@@ -10,9 +11,14 @@ from torch import Tensor
 from splitc.capture.example.division import examples_of
 from splitc.capture.example.example import Example
 from splitc.capture.validate.generic_data import Draw, GenericData
-from splitc.ir.program import Program
+from splitc.checks.batch_sizes import runs_batches_of
+from splitc.ir.program import LoweredProgram, Program
+from splitc.runtime.launch.feed import synthetic
+from splitc.runtime.worker import Worker
 
 Batch = Mapping[str, Tensor]
+
+_FEW = 8  # examples of a reader
 
 
 def draw_batches(
@@ -35,6 +41,20 @@ def split_batch(program: Program, batch: Batch, local_batches: Sequence[int]) ->
     """The part of each reader, which has `local_batches[reader]` examples."""
     bounds = pairwise(accumulate(local_batches, initial=0))
     return [tuple(examples_of(program, batch, first, last).values()) for first, last in bounds]
+
+
+def few_of(program: LoweredProgram) -> tuple[int, ...]:
+    """Sizes of readers' batches that take little time, or those of the plan where the program does not run them."""
+    sizes = scaled_down(program.plan.local_batches, _FEW)
+    return sizes if runs_batches_of(program, sizes) else program.plan.local_batches
+
+
+def few(worker: Worker) -> Iterator[tuple[Tensor, ...]]:
+    """What `launch.py --data` takes: random batches of a rank, of the sizes of `few_of`."""
+    spec = worker.rank.spec
+    sizes = scaled_down(tuple(b - a for a, b in pairwise(spec.batch_offsets)), _FEW)
+    worker.use_sizes(sizes)
+    return synthetic(replace(spec, batch_offsets=tuple(accumulate(sizes, initial=0))))
 
 
 def number_of_examples(program: Program, batch: Batch) -> int:

@@ -27,7 +27,7 @@ from tests.support.command import splitc
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("net")
-COMMANDS = ("inspect", "explain", "compile", "diff", "run", "verify", "calibrate", "clusters")
+COMMANDS = ("try", "inspect", "explain", "compile", "diff", "run", "verify", "calibrate", "clusters")
 
 
 # -- help --------------------------------------------------------------------------------------------------------------
@@ -304,6 +304,27 @@ def test_run_trains_and_ctrl_c_ends_all_ranks_after_a_step(capsys: Capture) -> N
     assert re.search(r"^stopped by SIGTERM after step \d+; nothing was saved, which --checkpoints FOLDER", errors, re.M)
     assert "Traceback" not in errors
     assert [pid for pid in ranks if runs(pid)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_try_plans_verifies_and_trains_and_leaves_nothing(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    before = sorted(Path.cwd().iterdir())
+    done = splitc(capfd, "try net.py --strategy data_parallel --input 32")
+    assert done.code == 0, done.err
+    lines = done.out.replace("\n", " ")
+    assert re.search(
+        r"Net on 2 ranks of v100-10gbe: data_parallel, \S+ samples/s predicted \(one process \S+, DistributedData",
+        lines,
+    )
+    assert "all on ranks 0-1: first, second; 83 parameters" in lines
+    assert "holds: 2 steps of 16 examples in float32 on simulated ranks against one process; the worst" in lines
+    assert re.search(r"step 10  loss \d\.\d+ .* samples/s  0 s left", lines)
+    assert done.out.endswith("then  splitc compile net.py --world 2 --cluster v100-10gbe -o build\n")
+    assert sorted(Path.cwd().iterdir()) == before
+    done = splitc(capfd, "try nett.py")
+    assert (done.code, done.out) == (2, "") and "did you mean net.py?" in done.err
 
 
 @pytest.mark.slow

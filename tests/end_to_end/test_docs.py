@@ -98,7 +98,7 @@ def _in_process(line: str) -> bool:
     """Commands that start processes or install have tests of their own."""
     return (
         line.startswith("splitc")
-        and line.split()[1] not in ("run", "tune", "calibrate", "doctor", "demo")
+        and line.split()[1] not in ("try", "run", "tune", "calibrate", "doctor", "demo")
         and "--processes" not in line
     )
 

@@ -64,7 +64,7 @@ class Done:
 def splitc(capsys: pytest.CaptureFixture[str], line: str) -> Done:
     """Run a command in this process, on a cluster that is not measured unless another one is named."""
     arguments = line.split()
-    takes_cluster = arguments[:1] and arguments[0] in ("inspect", "explain", "compile", "verify")
+    takes_cluster = arguments[:1] and arguments[0] in ("try", "inspect", "explain", "compile", "verify")
     given = [*arguments]
     if takes_cluster and "--cluster" not in arguments and "--plan" not in arguments and "-h" not in arguments:
         given += ["--cluster", "v100-10gbe"]
