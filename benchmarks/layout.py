@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmarks.errors import BenchmarkError
 
@@ -57,22 +57,31 @@ class Layout:
         return f"10.77.{(rank + 1) // 256}.{(rank + 1) % 256}"
 
     def build(self) -> Iterator[Command]:
-        """Namespaces, bridge and links, then the shaping."""
-        for name in self.namespaces:
-            yield ("ip", "netns", "add", name)
-            # IPv6 would send its own announcements, and they would be counted.
-            yield _inside(name, "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6 2>/dev/null || true")
+        """The bridge in its namespace, then what each rank has."""
+        yield from self._namespace(self.switch)
         yield ("ip", "-n", self.switch, "link", "add", "switch", "type", "bridge", "stp_state", "0")
         yield ("ip", "-n", self.switch, "link", "set", "switch", "mtu", str(self.mtu), "up")
         for rank in range(self.world):
-            yield from self._link(rank)
-        yield from replace(self, rates=(None,) * self.world).reshape(self.rates)
+            yield from self.machine(rank)
+
+    def machine(self, rank: int) -> Iterator[Command]:
+        """The namespace of a rank and its link, shaped."""
+        yield from self._namespace(self.namespace(rank))
+        yield from self._link(rank)
+        yield from self._reshape(rank, None, self.rates[rank])
+
+    def remove(self, rank: int) -> Iterator[Command]:
+        """What `machine` has made; the link by itself, since sockets that wait for an answer keep a namespace."""
+        yield ("ip", "-n", self.switch, "link", "delete", f"rank{rank}")
+        yield ("ip", "netns", "delete", self.namespace(rank))
 
     def reshape(self, rates: tuple[float | None, ...]) -> Iterator[Command]:
         """From the rates that the links have to `rates`, while whatever runs on them goes on."""
         for rank, (before, after) in enumerate(zip(self.rates, rates, strict=True)):
-            if before == after:
-                continue
+            yield from self._reshape(rank, before, after)
+
+    def _reshape(self, rank: int, before: float | None, after: float | None) -> Iterator[Command]:
+        if before != after:
             for namespace, device in ((self.namespace(rank), INTERFACE), (self.switch, f"rank{rank}")):
                 yield self._unshape(namespace, device) if after is None else self._shape(namespace, device, after)
 
@@ -84,12 +93,19 @@ class Layout:
         """Print the kernel's counters of a rank's end of its link as JSON."""
         return ("ip", "-n", self.namespace(rank), "-j", "-s", "link", "show", "dev", INTERFACE)
 
+    def _namespace(self, name: str) -> Iterator[Command]:
+        yield ("ip", "netns", "add", name)
+        # IPv6 would send its own announcements, and they would be counted.
+        yield _inside(name, "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6 2>/dev/null || true")
+
     def _link(self, rank: int) -> Iterator[Command]:
         name, port = self.namespace(rank), f"rank{rank}"
         # One segment at a time: otherwise 64 KiB would pass, and be counted, as one frame with one header.
         ends = ("mtu", str(self.mtu), "gso_max_segs", "1")
-        peer = ("peer", "name", INTERFACE, "netns", name)
-        yield ("ip", "-n", self.switch, "link", "add", port, *ends, "type", "veth", *peer[:3], *ends, *peer[3:])
+        number = rank + 1  # and a machine that comes back has its card still, which the others remember
+        card = f"02:00:0a:4d:{number // 256:02x}:{number % 256:02x}"
+        peer = ("peer", "name", INTERFACE, "address", card, "netns", name)
+        yield ("ip", "-n", self.switch, "link", "add", port, *ends, "type", "veth", *peer[:5], *ends, *peer[5:])
         yield ("ip", "-n", self.switch, "link", "set", port, "master", "switch", "up")
         yield ("ip", "-n", name, "addr", "add", f"{self.address(rank)}/16", "dev", INTERFACE)
         yield ("ip", "-n", name, "link", "set", INTERFACE, "up")

@@ -59,6 +59,17 @@ def started(pid: int) -> int | None:
     return None
 
 
+def processes(*namespaces: str) -> dict[int, str]:
+    """Those that run in one of these network namespaces, with their names."""
+    networks = {Path("/run/netns", name).stat().st_ino for name in namespaces}
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/ns/net"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if path.stat().st_ino in networks:
+                found[int(path.parts[2])] = (path.parents[1] / "comm").read_text().strip()
+    return found
+
+
 def _processes() -> Iterator[tuple[int, int, int]]:
     """Process, its parent, and the ticks that it and its ended children have used."""
     for path in Path("/proc").glob("[0-9]*"):

@@ -34,7 +34,7 @@ from typing import IO, Any
 
 from benchmarks.errors import BenchmarkError
 from benchmarks.layout import INTERFACE, Command, Layout, for_each, leftovers, new_label
-from benchmarks.load import Load, started
+from benchmarks.load import Load, processes, started
 from benchmarks.quota import groups, make_quotas
 
 PORT = 29500  # of rank 0, where the ranks meet
@@ -192,6 +192,23 @@ class NetworkTestbed:
     def plug(self, rank: int) -> None:
         """Put a rank that was unplugged back on the network."""
         _run(self.layout.plug(rank, up=True))
+
+    def lose(self, rank: int) -> None:
+        """Take the machine of a rank away: first its cable, so that nobody hears that its processes end, then all."""
+        self.unplug(rank)
+        name = self.layout.namespace(rank)
+        while there := processes(name):
+            for pid in there:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        for command in self.layout.remove(rank):
+            _run(command)
+
+    def bring_back(self, rank: int) -> None:
+        """Put a machine that was lost back, as one that has started anew."""
+        for command in self.layout.machine(rank):
+            _run(command)
 
     def bytes_sent(self, rank: int) -> int:
         """Bytes of all frames, headers included, that a rank has put on its link so far."""

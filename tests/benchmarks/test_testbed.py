@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -192,3 +193,31 @@ def test_on_the_wire_two_ranks_send_what_their_programs_are_defined_to_send() ->
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("alexnet_quarter")]
     assert [row[-1] for row in rows] == ["yes", "yes"]
     assert all(1.0 < float(row[-2]) < 1.05 for row in rows), "more than the payload, by the headers"
+
+
+# -- machines ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("can_have_a_testbed")
+def test_a_machine_that_is_lost_ends_without_a_word_and_comes_back_without_its_processes() -> None:
+    listens = "import socket; s = socket.create_server(('', 29500)); print(0); a, _ = s.accept(); s.accept()"
+    with NetworkTestbed(2, rate=1e6) as testbed:
+        connects = f"import socket; s = socket.create_connection(('{testbed.layout.address(0)}', 29500), 5); print(1)"
+
+        def start(rank: int, script: str) -> subprocess.Popen[bytes]:
+            return testbed.start(rank, [sys.executable, "-uc", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+        def errors(process: subprocess.Popen[bytes]) -> bytes:
+            return process.communicate(timeout=60)[1]
+
+        server = start(0, listens)
+        assert server.stdout is not None and server.stdout.readline() == b"0\n"
+        client = start(1, f"{connects}; s.settimeout(1); s.recv(1)")
+        assert client.stdout is not None and client.stdout.readline() == b"1\n"
+        testbed.lose(0)
+        assert server.wait(60) == -signal.SIGKILL
+        assert b"TimeoutError" in errors(client)  # neither an end nor a reset has come
+        testbed.bring_back(0)
+        assert b"ConnectionRefusedError" in errors(start(1, connects))
