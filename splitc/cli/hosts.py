@@ -233,9 +233,9 @@ def _together(hosts: Sequence[Host], scripts: Sequence[str], to: Lines, back: Ca
                 threads.append(forward(process.stdout, to, iter))
                 threads.append(forward(process.stderr, sys.stderr, keep))
             looking.start()
-            while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-                if deadline == float("inf") and any(process.poll() for process in processes):
-                    deadline = time.monotonic() + _GRACE
+            while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
+                if any(codes):  # of a host that is lost the others hear nothing
+                    deadline = min(deadline, time.monotonic() + _GRACE * (not _is_lost(codes)))
                 time.sleep(0.05)
         finally:
             over.set()
@@ -244,8 +244,14 @@ def _together(hosts: Sequence[Host], scripts: Sequence[str], to: Lines, back: Ca
                 thread.join(1.0)
             if looking.ident:
                 looking.join(_GRACE)
+    ends.stopped &= bool(asked) or not _is_lost(codes)  # else watchers have asked ranks to stop, and nobody the run
     code = ends.code(any(process.returncode for process in processes))
     return GROWS if asked == ["back"] and (ends.stopped or code == RESTART) else code
+
+
+def _is_lost(codes: Iterable[int | None]) -> bool:
+    """Whether an ssh has ended by itself: it has lost its host, or was killed."""
+    return any(code is not None and (code == 255 or code < 0) for code in codes)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

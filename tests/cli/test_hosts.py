@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from splitc.cli import launching
 from splitc.cli.hosts import Host, parse_hosts
 from splitc.cli.plan_file import read_plan_file
 from splitc.errors import LaunchError
+from splitc.runtime.errors import RESTART
 from tests import ROOT
 from tests.support.command import splitc
 from tests.support.hosts import ADDRESSES, environment, stand_in_for_ssh, two_hosts
@@ -88,6 +90,21 @@ def test_a_run_on_hosts_is_started_again_also_when_one_is_lost_until_another_sta
     outcomes = iter([LaunchError("--hosts: nowhere")])  # at the first start it is the user who is wrong
     with pytest.raises(LaunchError, match="nowhere"):
         launching.launch(tmp_path, options)
+
+
+@pytest.mark.parametrize("lost", ["exit 255", "kill -KILL $$"])
+def test_a_host_that_is_lost_ends_the_others_at_once_and_their_stop_is_no_end_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    def ssh(host: Host, script: str) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(["sh", "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
+
+    monkeypatch.setattr(hosts_module, "_ssh", ssh)
+    stops = "read -r line; echo stopped by SIGTERM after step 3 >&2; exit 1"
+    begun = time.monotonic()
+    assert hosts_module._together([Host("a", 1), Host("b", 1)], [stops, lost], io.StringIO()) == RESTART
+    assert time.monotonic() - begun < hosts_module._GRACE / 2
 
 
 # -- with processes ----------------------------------------------------------------------------------------------------

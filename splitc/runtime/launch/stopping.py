@@ -93,8 +93,14 @@ class Stopping:
                     if is_stopped and number == signal.SIGINT:
                         os._exit(130)
                     is_stopped = is_stopped or number == signal.SIGINT
-                    threading.Thread(target=self.ask, args=(SIGNALS[number],), daemon=True).start()
+                    threading.Thread(target=self._heard, args=(SIGNALS[number],), daemon=True).start()
         os._exit(RESTART)
+
+    def _heard(self, name: str) -> None:
+        """Ask, and end this process unless the ranks agree: nothing comes from a store whose host is gone."""
+        self.ask(name)
+        if not (self._decided.wait(1.5 * _WITHIN) or self._is_over):
+            os._exit(RESTART)
 
     def _post(self, store: Any) -> None:
         store.set(f"{self._own}/step", "{} {} {}".format(*self._at))

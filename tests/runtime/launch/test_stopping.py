@@ -143,6 +143,36 @@ def test_a_signal_that_ends_ranks_of_which_one_is_gone_ends_them_soon(monkeypatc
     assert left == [RESTART]
 
 
+class Deaf:
+    """The store of a host that is gone: nothing comes back, and no error."""
+
+    rank, world = 0, 2
+
+    @property
+    def store(self) -> Deaf:
+        return self
+
+    def clone(self) -> Deaf:
+        return self
+
+    def multi_set(self, *_: object) -> None: ...
+
+    def wait(self, *_: object) -> None:
+        threading.Event().wait()
+
+
+def test_a_signal_ends_a_rank_that_hears_nothing_from_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(module, "_WITHIN", 0.05)
+    stopping = Stopping(Deaf())
+    stopping._heard("SIGTERM")
+    assert left == [RESTART]
+    stopping._is_over = True
+    stopping._heard("SIGTERM")
+    assert left == [RESTART]
+
+
 LISTENS = """
 import os, sys, time
 import torch.distributed as dist
