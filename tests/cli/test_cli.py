@@ -301,7 +301,7 @@ def test_run_trains_and_ctrl_c_ends_all_ranks_after_a_step(capsys: Capture) -> N
             os.kill(pid, signal.SIGKILL)
         raise
     assert process.returncode == 0
-    assert re.search(r"^stopped by SIGTERM after step \d+; nothing was saved, which --checkpoints FOLDER", errors, re.M)
+    assert re.search(r"^stopped by SIGINT after step \d+; nothing was saved, which --checkpoints FOLDER", errors, re.M)
     assert "Traceback" not in errors
     assert [pid for pid in ranks if runs(pid)] == []
 

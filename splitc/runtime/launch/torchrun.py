@@ -42,10 +42,12 @@ class Lines(Protocol):
 class Ends:
     """How ranks have ended, as their lines say.
 
-    stopped: all after the same step, for a signal.  final: another start will do no better.
+    stopped: all after the same step, for a signal.  asked: the signal that this process got for them, by its name.
+    final: another start will do no better.
     """
 
     stopped: bool = False
+    asked: str = ""
     final: bool = False
 
     def code(self, failed: object) -> int:
@@ -128,7 +130,8 @@ def of_ranks(lines: Iterable[str], ends: Ends) -> Iterator[str]:
         held = line if line.startswith("Traceback (") else ""
         if held:
             continue
-        ends.stopped |= line.startswith(STOPPED_BY)
+        if line.startswith(STOPPED_BY):  # what torchrun passes on is SIGTERM
+            ends.stopped, line = True, re.sub(r"SIG\w+", ends.asked or r"\g<0>", line, count=1)
         if ended := re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", line):
             number, rank = int(ended[1]), ended[2]
             ends.final |= number == STOP
@@ -164,12 +167,11 @@ def stopped_like_ctrl_c(ask: Callable[[], object] | None, ends: Ends) -> Iterato
 
     ask: called for the first one in place of that; then it is raised at the end, unless ranks have stopped as asked.
     """
-    asked: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if ask is None or asked:
+        if ask is None or ends.asked:
             raise KeyboardInterrupt
-        asked.append(number)
+        ends.asked = signal.Signals(number).name
         ask()
 
     if threading.current_thread() is not threading.main_thread():
@@ -182,7 +184,7 @@ def stopped_like_ctrl_c(ask: Callable[[], object] | None, ends: Ends) -> Iterato
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if asked and not ends.stopped:
+    if ends.asked and not ends.stopped:
         raise KeyboardInterrupt
 
 

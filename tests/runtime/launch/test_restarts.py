@@ -131,7 +131,7 @@ def test_splitc_run_stops_after_a_step_at_ctrl_c_and_says_how_it_goes_on(build: 
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     line = (
-        r"stopped by SIGTERM after step (\d+); goes on: splitc run (\S+) --checkpoints (\S+) --steps 1000000 --resume\n"
+        r"stopped by SIGINT after step (\d+); goes on: splitc run (\S+) --checkpoints (\S+) --steps 1000000 --resume\n"
     )
     stopped = re.search(line, errors)
     assert stopped is not None, errors

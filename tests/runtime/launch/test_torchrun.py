@@ -62,4 +62,5 @@ def test_ranks_that_stopped_for_a_signal_have_done_what_they_should_though_torch
     lines += ["Traceback (most recent call last):\n", '  File "<frozen runpy>", line 198, in _run_module_as_main\n']
     lines += ["torch.distributed.elastic.multiprocessing.api.SignalException: Process 2 got signal: 15\n"]
     assert list(of_ranks(iter(lines), ends)) == [line]
+    assert list(of_ranks([line], Ends(asked="SIGINT"))) == [line.replace("SIGTERM", "SIGINT")]
     assert [ends.code(1), Ends().code(1), Ends(final=True).code(1), Ends().code(0)] == [0, 1, 3, 0]
