@@ -3,7 +3,7 @@
 Ranks train a small model, and one of them hangs on purpose: it is stopped, loops in its dataset, leaves out a step or
 an evaluation, or loses its cable in a network of namespaces.
 
-    python -m benchmarks.hangs                     21 hangs, a line of a table each; exit status 1 when one is not named
+    python -m benchmarks.hangs                     22 hangs, a line of a table each; exit status 1 when one is not named
     python -m benchmarks.hangs --only cut --pages  those of a kind, with what is printed
 """
 
@@ -35,6 +35,7 @@ from splitc.runtime.launch.torchrun import end_tree
 WORLD = 4
 LOOP = "hangs_rank.py", "(45|46)"  # the lines that a dataset loops in
 OPENING = "training hangs: "
+ABORTS = "stopped: rank "  # gloo does where sums of other sizes meet
 LIMIT = 240.0  # seconds, after which a hang has not been told
 
 
@@ -54,7 +55,7 @@ class Hang:
             line = rf"{LOOP[0]}, line {LOOP[1]}, in __getitem__"
             return rf"rank {self.rank} has been in your code, after step {self.at}, .*\({line}\); "
         if self.kind.startswith("skip"):
-            return rf"hangs: rank {self.rank} is in (step|worker)[^;]*; ranks "
+            return rf": rank {self.rank} is in (step|worker)[^;]*; ranks "
         if self.kind == "cut" and self.rank == 0:
             return r"no word from 10\.77\.0\.1, where all meet"
         return rf"no word from rank {self.rank}: " + ("its line is cut" if self.kind == "cut" else "it is stopped")
@@ -69,6 +70,7 @@ HANGS = (
     Hang("loop", "late_multiply", 3, 20),
     Hang("loop", "modulo_shard", 0, 30),
     *(Hang("skip", "layer_separation", 3, at) for at in (7, 16, 25)),
+    Hang("skip", "data_parallel", 3),
     *(Hang("skip evaluate", "layer_separation", 3, at) for at in (10, 20)),
     *(Hang("cut", "data_parallel", rank) for rank in (0, 2)),
     *(Hang("cut", "layer_separation", rank) for rank in (1, 3)),
@@ -150,7 +152,8 @@ def _planted(hang: Hang, build: Path, floor: str) -> tuple[str, float | None]:
     )
     assert process.stdout is not None
     try:
-        return _page(process.stdout, OPENING, lambda: None, lambda: end_tree(process))
+        opening = ABORTS if (hang.kind, hang.strategy) == ("skip", "data_parallel") else OPENING
+        return _page(process.stdout, opening, lambda: None, lambda: end_tree(process))
     finally:
         end_tree(process)
 

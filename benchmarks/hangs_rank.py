@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from splitc.runtime.launch.failures import guarded
 from splitc.runtime.launch.main import open_worker
-from splitc.runtime.launch.options import add_options
+from splitc.runtime.launch.options import add_options, use_checkpoints
 from splitc.runtime.worker import Worker
 
 STEPS = 60
@@ -56,6 +56,7 @@ def train(build: Path, kind: str, rank: int, at: int) -> None:
     add_options(parser)
     args = parser.parse_args(["--backend", "gloo", "--device", "cpu"])
     args.measure = None
+    use_checkpoints(args, restarts=0)
     script, world = str(build / "launch.py"), int(os.environ["WORLD_SIZE"])
     with open_worker(script, world, sgd, args) as worker:
         loop(worker, kind if worker.rank.index == rank else "", at)

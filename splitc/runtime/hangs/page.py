@@ -34,6 +34,12 @@ def page(states: Mapping[int, State], asker: int, about: Callable[[int], str]) -
     return "\n".join(["training hangs: " + "\n  and ".join(causes), *_blocks(states)])
 
 
+def aborted(states: Mapping[int, State], rank: int) -> str:
+    """What ranks do when a library ends one of them, as gloo does where they have made unlike calls."""
+    where = f": {_circle(states)}" if len({*_places(states).values()}) > 1 else f" {_position(states[rank])}"
+    return "\n".join([f"stopped: rank {rank} aborts, as told above{where}", *_blocks(states)])
+
+
 def alone(rank: int, state: State, seconds: float, store: str) -> str:
     """What a rank says that waits, and has had no word from the store of all ranks for some seconds."""
     text = f"stopped: rank {rank} waits, and has had no word from {store}, where all meet, for {seconds:.0f} s"
@@ -55,11 +61,13 @@ def _busy(rank: int, state: State) -> str:
     return f"rank {rank} has been {what}{_position(state)}, for {state.seconds:.0f} s ({place})"
 
 
+def _places(states: Mapping[int, State]) -> dict[int, tuple[bool, int, int, str]]:
+    return {rank: (each.doing == "step", each.steps, each.evaluated, each.doing) for rank, each in states.items()}
+
+
 def _circle(states: Mapping[int, State]) -> str:
     """Who is elsewhere, of ranks that all wait: those that are not where most are, or else behind."""
-    places = {
-        rank: (state.doing == "step", state.steps, state.evaluated, state.doing) for rank, state in states.items()
-    }
+    places = _places(states)
     number = Counter(places.values())
     usual = max(number, key=lambda place: (number[place], place))
     others = [rank for rank in states if places[rank] == usual]

@@ -11,6 +11,7 @@ Seconds are counted in looks, so that a process that was stopped, and goes on, w
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import signal
@@ -18,17 +19,18 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 from ..errors import RESTART
-from .page import FIRST, LONG, alone, page
+from .page import FIRST, LONG, aborted, alone, page
 from .state import State, where
 
 _TIMES = 5.0  # the longest wait so far, or the predicted step, that a wait may take
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)  # of a signal, called at once in the thread that raises it
 _STATES = {"T": "it is stopped (SIGSTOP)", "t": "a debugger stops it", "Z": "it has ended", "": "it has ended"}
 
 
@@ -52,16 +54,18 @@ class Watch:
     ) -> None:
         self._rank, self._world, self._waits = transport.rank, transport.world, transport.waits
         self._blocked, self._store, self._floor = transport.is_blocked, store, floor
-        self._host, self._say, self._end = host, say, end
+        self._host, self._say, self._end, self._pid = host, say, end, os.getpid()
         self._every = min(1.0, floor / 10)  # seconds between two looks
         self._patience = patience or min(15.0, floor / 2)
-        self._thread, self._training = 0, cast(Callable[[], Any], lambda: None)
+        self._thread, self._training = threading.get_ident(), cast(Callable[[], Any], lambda: None)
         self._seen, self._waited, self._longest, self._next = self._waits.now, 0.0, 0.0, 0.0
         self._answered, self._unheard = 0, 0.0
         self._over = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._look, self._talk)]
         for thread in self._threads:
             thread.start()
+        self._handler = _Handler(self._aborted)
+        ctypes.CDLL(None).signal(signal.SIGABRT, self._handler)
         atexit.register(self.close)
 
     def follow(self, training: Any) -> None:
@@ -71,6 +75,7 @@ class Watch:
     def close(self) -> None:
         """Watch no longer."""
         self._over.set()
+        ctypes.CDLL(None).signal(signal.SIGABRT, None)
         atexit.unregister(self.close)
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -123,9 +128,15 @@ class Watch:
                 self._unheard = 0.0
                 if asked > self._answered:
                     self._answer(asked)
-                elif self._is_late and self._store.add(f"{asked + 1} asks", 1) == 1:
-                    self._store.set("asked", str(asked + 1))
-                    self._ask(asked + 1)
+                elif self._is_late:
+                    self._ask_first(asked + 1, self._late)
+
+    def _aborted(self, number: int) -> None:
+        """A library ends this process, gloo does so where ranks have made unlike calls: say what they do."""
+        if os.getpid() == self._pid:
+            with suppress(RuntimeError):
+                self._ask_first(self._store.add("asked", 0) + 1, lambda states: aborted(states, self._rank))
+            time.sleep(3 * self._patience)  # a rank that has asked before ends this one
 
     def _answer(self, number: int) -> None:
         """Tell what this rank does, and end if the rank that asked says so."""
@@ -139,8 +150,14 @@ class Watch:
                 self._store.add(f"{number} ends", 1)
                 self._end()
 
-    def _ask(self, number: int) -> None:
-        """Ask every rank what it does; print why this one waits, and end all, unless they may go on."""
+    def _ask_first(self, number: int, explain: Callable[[Mapping[int, State]], str]) -> None:
+        """Ask, unless another rank was quicker."""
+        if self._store.add(f"{number} asks", 1) == 1:
+            self._store.set("asked", str(number))
+            self._ask(number, explain)
+
+    def _ask(self, number: int, explain: Callable[[Mapping[int, State]], str]) -> None:
+        """Ask every rank what it does; print what explains it, and end all, unless they may go on."""
         keys, self._answered = [f"{number} {rank}" for rank in range(self._world)], number
         self._store.set(keys[self._rank], json.dumps(asdict(self._state())))
         self._until(lambda: self._store.check(keys), self._patience)
@@ -148,16 +165,21 @@ class Watch:
             return
         there = [rank for rank, key in enumerate(keys) if self._store.check([key])]
         states = {rank: State(**json.loads(self._store.get(keys[rank]))) for rank in there}
-        text = page(states, self._rank, self._about)
+        text = explain(states)
         self._next = self._waited + self._floor / 4
         if text:
-            self._say(f"{text}\n  a wait may take {self._floor:g} s, more in slow steps: SPLITC_TIMEOUT sets it")
+            self._say(text)
         self._store.set(f"{number} verdict", json.dumps([self._host, bool(text), text.partition("\n")[0]]))
         if text:
             self._until(lambda: self._store.add(f"{number} ends", 0) >= len(there) - 1, 2.0)
             for rank in set(range(self._world)) - states.keys():
                 self._kill(rank)
             self._end()
+
+    def _late(self, states: Mapping[int, State]) -> str:
+        """Why this rank waits; empty while it may go on."""
+        text = page(states, self._rank, self._about)
+        return text and f"{text}\n  a wait may take {self._floor:g} s, more in slow steps: SPLITC_TIMEOUT sets it"
 
     def _kill(self, rank: int) -> None:
         """End a rank of this host that gives no answer; one that is stopped would not be ended by SIGTERM."""

@@ -48,7 +48,8 @@ def init(
     backend, device: None chooses as the table in `devices` says, alike on every rank; of a process group that is bound
         to a device that one is taken.
     timeout: seconds that a rank waits for another one before it gives the other up.
-    tell: where there are GPUs, rank 0 says on stderr which devices and backend the ranks take.
+    tell: this is a training: where there are GPUs, rank 0 says on stderr which devices and backend the ranks take, and
+        from now on hangs are explained.
 
     Ranks on several hosts meet over the interface that reaches MASTER_ADDR, unless GLOO_SOCKET_IFNAME names one.
 
@@ -76,6 +77,8 @@ def init(
     else:
         keep_memory()
     transport = _join(where, backend, timeout, tell)
+    if tell:
+        transport.watch()
     require_equal(transport, {"the number of ranks of the build": world or started}, "copy one build to every host")
     require_equal(transport, versions(), "install the same on every host")
     if world not in (None, started):
@@ -116,9 +119,13 @@ def _join(where: torch.device, backend: str | None, timeout: float | None, tell:
 def _told(store: Any, rank: int, world: int, own: Seat) -> list[Seat]:
     """What every rank tells of itself, through the store: in two requests of each rank, and one more of rank 0."""
     store.set(str(rank), sealed(own))
-    if rank == 0:
-        store.set("all", sealed([opened(store.get(str(each))) for each in range(world)]))
-    seats: list[Seat] = opened(store.get("all"))
+    try:
+        if rank == 0:
+            store.set("all", sealed([opened(store.get(str(each))) for each in range(world)]))
+        seats: list[Seat] = opened(store.get("all"))
+    except RuntimeError as error:
+        missing = ", ".join(str(each) for each in range(world) if not store.check([str(each)]))
+        raise RuntimeError(f"no word from rank {missing}" if missing else str(error)) from error
     return seats
 
 

@@ -107,7 +107,7 @@ class TorchTransport(Transport):
             dist.barrier(self._everyone, device_ids=[self._gpu.index] if self._gpu else None)
 
     def side_group(self) -> Transport | None:
-        group = self._new_group(self._ranks, backend="gloo")
+        group = self._new_group(self._ranks, self._timeout, backend="gloo")
         self._side_groups.append(TorchTransport(torch.device("cpu"), self._timeout, False, everyone=group))
         return self._side_groups[-1]
 
@@ -125,7 +125,7 @@ class TorchTransport(Transport):
         self._everyone, self._ways = None, []
         self._groups.clear()
 
-    def watch(self, training: Any) -> None:
+    def watch(self, training: Any = None) -> None:
         if self._everyone is not None or self.world == 1:
             return  # connections apart may be given up
         if self._watch is None:
@@ -135,7 +135,8 @@ class TorchTransport(Transport):
         for group in filter(None, (own, *self._groups.values(), *self._ways)):
             for device in group._device_types:
                 group._get_backend(device).set_timeout(timedelta(seconds=_WATCHED * self._timeout))
-        self._watch.follow(training)
+        if training is not None:
+            self._watch.follow(training)
 
     def is_blocked(self) -> bool:
         """Whether the program, or on NCCL the GPU's stream, waits for the last operation."""
@@ -245,8 +246,9 @@ class TorchTransport(Transport):
 
     def _new_group(self, ranks: tuple[int, ...], timeout: float | None = None, **options: Any) -> dist.ProcessGroup:
         """A group that every rank creates now, in one order; with `device_id` NCCL's communicator is there at once."""
+        within = timedelta(seconds=timeout or self._timeout * (_WATCHED if self._watch else 1))
         with self._losing_peers(f"connect ranks {ranks}", self._ranks):
-            group: dist.ProcessGroup = dist.new_group([*ranks], timedelta(seconds=timeout or self._timeout), **options)
+            group: dist.ProcessGroup = dist.new_group([*ranks], within, **options)
         return group
 
     def _capped(self) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from splitc.runtime.errors import RESTART
 from splitc.runtime.hangs.watch import Watch
 from splitc.runtime.live import Waits
 
@@ -179,3 +180,37 @@ def test_what_a_rank_has_waited_once_it_may_wait_five_times_and_a_predicted_step
     ranks.trainings[0].live = SimpleNamespace(expected=SimpleNamespace(seconds=80.0))
     ranks.trainings[0]._steps = 1
     assert watch._allowed == pytest.approx(3 * 5 * 80.0)
+
+
+def test_a_rank_that_is_aborted_says_what_all_do_and_ends_them(ranks: Ranks) -> None:
+    for rank in range(3):
+        ranks.watch(rank)
+    ranks.trainings[1]._steps = 41
+    threading.Thread(target=ranks.watches[1]._aborted, args=(signal.SIGABRT,), daemon=True).start()
+    ranks.until(lambda: ranks.ended == {0, 1, 2})
+    (text,) = ranks.said
+    assert text.startswith("stopped: rank 1 aborts, as told above: rank 1 is after step 41, after 0 evaluations (")
+    assert "  ranks 0 and 2, after step 40: waits for no other rank, for 0 s\n" in text
+
+
+ABORTS = """
+import ctypes, threading, time
+from types import SimpleNamespace
+from splitc.runtime.hangs.watch import Watch
+from splitc.runtime.live import Waits
+from tests.runtime.hangs.test_watch import Store
+
+transport = SimpleNamespace(rank=0, world=1, waits=Waits(), is_blocked=lambda: False)
+watch = Watch(transport, Store(), 1.0, "node1")
+threading.Thread(target=ctypes.CDLL(None).abort).start()  # as a library does, in a thread of its own
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("forked")
+def test_what_ranks_do_is_said_before_a_library_aborts_one() -> None:
+    done = subprocess.run([sys.executable, "-c", ABORTS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.startswith("stopped: rank 0 aborts, as told above after step 0\n  rank 0, after step 0: ")
+    assert done.returncode == RESTART

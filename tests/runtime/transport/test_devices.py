@@ -144,11 +144,12 @@ def joined(gpus: GPUs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[st
             monkeypatch.setattr(dist, "get_backend_config", lambda: config)
             monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", HashStore)
         monkeypatch.setattr(distributed, "require_equal", lambda *_: None)
-        monkeypatch.setattr(
-            distributed,
-            "TorchTransport",
-            lambda where, seconds, owns, **more: seen.update(where=str(where), seconds=seconds, **more),
-        )
+
+        def transport(where: torch.device, seconds: float, owns: bool, **more: Any) -> SimpleNamespace:
+            seen.update(where=str(where), seconds=seconds, **more)
+            return SimpleNamespace(watch=lambda: None)
+
+        monkeypatch.setattr(distributed, "TorchTransport", transport)
         distributed.init(1, **options)
         return seen
 

@@ -453,6 +453,15 @@ def test_ranks_that_do_not_come_in_time_are_a_launch_error(torchrun: Callable[..
     assert not dist.is_initialized()
 
 
+def test_a_rank_that_does_not_come_is_named(torchrun: Callable[..., None]) -> None:
+    distributed: Any = dist
+    store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # as torchrun's own
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    torchrun(RANK="0", WORLD_SIZE="2", **agent)
+    with pytest.raises(LaunchError, match=r"rank 0 of 2 did not find .* within 0\.2 s .*: no word from rank 1$"):
+        init(timeout=0.2)
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE", "GROUP_RANK"])
 @pytest.mark.parametrize("value", ["", "one", "-1", "1.5", "10" * 9])
 def test_variables_of_torchrun_that_are_no_numbers_are_named(
