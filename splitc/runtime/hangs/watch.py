@@ -148,6 +148,7 @@ class Watch:
                 if asker != self._host and os.environ.get("LOCAL_RANK", "0") == "0":
                     self._say(f"{cause} (a rank of {asker} has printed more)")
                 self._store.add(f"{number} ends", 1)
+                time.sleep(3 * min(0.1, self._every))  # while its peers are there nobody ends the rank that asked
                 self._end()
 
     def _ask_first(self, number: int, explain: Callable[[Mapping[int, State]], str]) -> None:

@@ -64,14 +64,14 @@ class Ranks:
     """Ranks of a training in step 41, what they print, and which of them have ended."""
 
     def __init__(self, world: int) -> None:
-        self.store, self.said, self.ended = Store(), list[str](), set[int]()
+        self.store, self.said, self.ended = Store(), list[str](), dict[int, None]()  # in their order
         self.waits = [Waits() for _ in range(world)]
         self.trainings = [Training() for _ in range(world)]
         self.watches, self.world, self.over = list[Watch](), world, threading.Event()
 
     def watch(self, rank: int, patience: float = LONG) -> None:
         def end() -> None:
-            self.ended.add(rank)
+            self.ended[rank] = None
             watch.close()
 
         waits = self.waits[rank]
@@ -112,7 +112,7 @@ def test_a_rank_in_an_endless_dataset_is_named_with_its_line_once_and_all_ranks_
     for rank in (0, 1):
         ranks.watch(rank)
         ranks.wait(rank, "all_reduce (3,) float32", 0, 1, 2)
-    ranks.until(lambda: ranks.ended == {0, 1, 2})
+    ranks.until(lambda: ranks.ended.keys() == {0, 1, 2})
     (text,) = ranks.said
     assert "training hangs: rank 2 has been in your code, after step 40" in text
     assert "(test_watch.py, line " in text and ", in endless_dataset)" in text.partition("\n")[0]
@@ -125,7 +125,7 @@ def test_a_rank_that_left_out_a_step_is_named(ranks: Ranks) -> None:
     for rank in range(3):
         ranks.watch(rank)
         ranks.wait(rank, "barrier" if rank == 1 else "all_reduce (3,) float32", 0, 1, 2)
-    ranks.until(lambda: ranks.ended == {0, 1, 2})
+    ranks.until(lambda: ranks.ended.keys() == {0, 1, 2})
     assert len(ranks.said) == 1
     assert ranks.said[0].startswith("training hangs: rank 1 is after step 39, after 0 evaluations (test_watch.py, ")
     assert "ranks 0 and 2 are after step 40" in ranks.said[0].partition("\n")[0]
@@ -135,11 +135,20 @@ def test_a_rank_that_gives_no_answer_is_named(ranks: Ranks) -> None:
     ranks.store.set("2", '["node2", 1, ""]')
     ranks.watch(0, patience=FLOOR)
     ranks.wait(0, "irecv (3,) float32 from rank 2, tag 0", 2, 0)
-    ranks.until(lambda: ranks.ended == {0})
+    ranks.until(lambda: ranks.ended.keys() == {0})
     first = ranks.said[0].partition("\n")[0]
     assert first.startswith(
         "training hangs: no word from rank 2 (node2): it is stopped, its line is cut, or its host is gone; rank 0 waits"
     )
+
+
+def test_who_asks_ends_before_the_others_so_that_it_lives_to_kill_who_gives_no_answer(ranks: Ranks) -> None:
+    ranks.store.set("2", '["node2", 1, ""]')
+    for rank in (1, 0):
+        ranks.watch(rank, patience=FLOOR)
+    ranks.wait(0, "irecv (3,) float32 from rank 2, tag 0", 2, 0)
+    ranks.until(lambda: ranks.ended.keys() == {0, 1})
+    assert [*ranks.ended] == [0, 1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -153,7 +162,7 @@ def test_a_rank_of_this_host_that_is_stopped_is_named_and_ended(ranks: Ranks) ->
         ranks.wait(0, "irecv (3,) float32 from rank 2, tag 0", 2, 0)
         ranks.watches[0]._kill(1)
         assert process.poll() is None  # its number is that of a process which began at another time
-        ranks.until(lambda: ranks.ended == {0})
+        ranks.until(lambda: ranks.ended.keys() == {0})
         assert process.wait(LONG) == -signal.SIGKILL
     assert "rank 2: it is stopped (SIGSTOP)" in ranks.said[0]
 
@@ -163,7 +172,7 @@ def test_a_rank_whose_line_is_cut_ends_alone_and_one_that_waits_for_nobody_does_
     ranks.watch(1, patience=FLOOR)
     ranks.store.stuck.set()
     ranks.wait(0, "irecv (3,) float32 from rank 2, tag 0", 2, 0)
-    ranks.until(lambda: ranks.ended == {0})
+    ranks.until(lambda: ranks.ended.keys() == {0})
     assert len(ranks.said) == 1
     assert ranks.said[0].startswith("stopped: rank 0 waits, and has had no word from ")
 
@@ -187,7 +196,7 @@ def test_a_rank_that_is_aborted_says_what_all_do_and_ends_them(ranks: Ranks) -> 
         ranks.watch(rank)
     ranks.trainings[1]._steps = 41
     threading.Thread(target=ranks.watches[1]._aborted, args=(signal.SIGABRT,), daemon=True).start()
-    ranks.until(lambda: ranks.ended == {0, 1, 2})
+    ranks.until(lambda: ranks.ended.keys() == {0, 1, 2})
     (text,) = ranks.said
     assert text.startswith("stopped: rank 1 aborts, as told above: rank 1 is after step 41, after 0 evaluations (")
     assert "  ranks 0 and 2, after step 40: waits for no other rank, for 0 s\n" in text
