@@ -2,7 +2,9 @@
 
     python -m benchmarks.faults                     pairwise, at least 80 runs, a row of a table each
     python -m benchmarks.faults --all               the product
+    python -m benchmarks.faults --sample 30         some of it that the pairwise ones do not hold
     python -m benchmarks.faults --every 30 --for 600   a rank is killed every 30 s for 600 s
+    python -m benchmarks.faults --worlds            a host of four is lost, and comes back: `faults_worlds`
 
 Each run is `splitc run --restarts 5`; a rank meets one fault, once, at its fifth step or in the checkpoint or
 evaluation after it.  Exit status 1 when a run does not end with the parameters of the undisturbed one, bit for bit,
@@ -21,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from itertools import combinations, product
 from pathlib import Path
@@ -31,7 +33,9 @@ import torch
 import torch.nn.functional as F
 
 import splitc
+from benchmarks import faults_worlds
 from benchmarks.faults_rank import PAUSE, images
+from benchmarks.load import processes
 from benchmarks.session import ROOT
 from benchmarks.testbed import NetworkTestbed
 from splitc.runtime.launch.torchrun import end_tree
@@ -105,12 +109,14 @@ def cells(every: bool, least: int) -> list[Cell]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every combination")
+    parser.add_argument("--sample", type=int, metavar="N", help="N combinations, drawn of those that are not pairwise")
     parser.add_argument("--runs", type=int, help="only the first so many")
-    parser.add_argument("--only", help="those of which a word of the row is this one")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="those whose row has these words")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
     parser.add_argument("--timeout", default="6", help="seconds that a wait may take (SPLITC_TIMEOUT, default 6)")
     parser.add_argument("--every", type=float, help="kill a rank every so many seconds")
     parser.add_argument("--for", type=float, dest="length", default=600.0, help="seconds of --every (default 600)")
+    parser.add_argument("--worlds", action="store_true", help="four hosts lose one, and get it back")
     parser.add_argument("--texts", action="store_true", help="print what the runs printed, not only of those that fail")
     args = parser.parse_args(argv)
     os.environ.update(SPLITC_TIMEOUT=args.timeout, OMP_NUM_THREADS="1", SPLITC_CACHE="off", SPLITC_ADVICE="0")
@@ -119,8 +125,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         campaign = Campaign(Path(name), python)
         if args.every:
             return campaign.killed(args.every, args.length)
-        chosen = cells(args.all, 80)[: args.runs]
-        chosen = [cell for cell in chosen if args.only is None or args.only in astuple(cell)]
+        if args.worlds:
+            del os.environ["SPLITC_TIMEOUT"]
+            return faults_worlds.table(Path(name), python)
+        chosen = cells(args.all or args.sample is not None, 80)
+        if args.sample is not None:
+            pairwise = cells(False, 80)
+            chosen = [cell for cell in chosen if cell not in pairwise][: args.sample]
+        chosen = chosen[: args.runs]
+        chosen = [cell for cell in chosen if {*args.only} <= {*astuple(cell)}]
         for strategy in sorted({cell.strategy for cell in chosen}):
             campaign.prepare(strategy)
         print("| fault | strategy | rank | moment | parameters | starts | stood still | run | problems |", flush=True)
@@ -209,11 +222,10 @@ class Campaign:
                 row.outcome = "same" if code == 0 else f"exit status {code}"
             except subprocess.TimeoutExpired:
                 row.outcome = "NO END"
-            networks = {os.stat(f"/run/netns/{name}").st_ino for name in names}
             until = time.monotonic() + GRACE
-            while (left := processes(networks)) and time.monotonic() < until:
+            while (left := processes(*names)) and time.monotonic() < until:
                 time.sleep(0.2)
-            row.problems += [f"orphans: {' '.join(left)}"] * bool(left)
+            row.problems += [f"orphans: {' '.join(left.values())}"] * bool(left)
             end_tree(process)
         row.seconds, row.text = time.monotonic() - begin, (folder / "log").read_text(errors="replace")
         row.starts += row.text.count("\nrestart ")
@@ -274,16 +286,6 @@ def stand_in_for_ssh(folder: Path, testbed: NetworkTestbed) -> Path:
     (folder / "bin" / "ssh").write_text(text)
     (folder / "bin" / "ssh").chmod(0o755)
     return folder / "bin"
-
-
-def processes(networks: set[int]) -> list[str]:
-    """The names of those in one of these networks."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/ns/net"):
-        with suppress(OSError):
-            if path.stat().st_ino in networks:
-                found.append((path.parents[1] / "comm").read_text().strip())
-    return found
 
 
 def listed(folder: Path) -> set[str]:

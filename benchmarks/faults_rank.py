@@ -65,8 +65,10 @@ def die(every: float, until: float, rank: int, world: int) -> None:
 
 
 def meet(fault: str, planted: Path) -> None:
-    """Do it; `planted` is the file that tells so."""
-    planted.write_text(os.environ[TOKEN])
+    """Do it; `planted` is the file that tells so, and never empty."""
+    partial = planted.with_suffix(".partial")
+    partial.write_text(os.environ[TOKEN])
+    partial.replace(planted)
     disk = planted.parent / "disk"
     if fault == "torn file":
         *_, last = sorted((disk / "run").glob("step-*[0-9]"))

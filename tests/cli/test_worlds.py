@@ -22,7 +22,7 @@ from splitc.runtime.launch.main import load_weights
 from tests import ROOT
 from tests.support import worlds
 from tests.support.command import splitc
-from tests.support.worlds import HOSTS, STEPS, program
+from tests.support.worlds import HOSTS, STEPS, program, seen
 
 
 @pytest.fixture(scope="module")
@@ -201,15 +201,6 @@ def test_launch_scripts_that_train_otherwise_are_refused(tmp_path: Path) -> None
 
 
 # -- with processes ----------------------------------------------------------------------------------------------------
-
-
-def seen(folder: Path) -> dict[tuple[int, int], list[int]]:
-    """World and step -> the examples of its global batch, in their order."""
-    found: dict[tuple[int, int], list[int]] = {}
-    for path in sorted(folder.glob("seen-*")):
-        for line in map(json.loads, path.read_text().splitlines()):
-            found.setdefault((line["world"], line["step"]), []).extend(line["examples"])
-    return found
 
 
 def trained(folder: Path, build: Path, options: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,20 +57,15 @@ def program(strategy: str = "layer_separation", **options: Any) -> CompiledProgr
 
 
 def data(worker: Worker) -> Any:
-    """The examples; each step notes those that it is given.
+    """The examples.
 
     Where fewer ranks may go on the second host is lost in step 8 of all ranks, and comes back in step 11 of the others,
     which wait until that is seen, and then go slowly.
     """
-    folder, step, world = Path(os.environ[FOLDER]), worker.step, worker.rank.spec.world
+    folder, world = Path(os.environ[FOLDER]), worker.rank.spec.world
     loses = "SPLITC_MIN_WORLD" in os.environ
 
-    def noted(*batch: Tensor) -> Tensor:
-        made = worker.steps + 1
-        if batch:
-            line = {"step": made, "world": world, "examples": (batch[0][:, 0] * 30).round().int().tolist()}
-            with (folder / f"seen-{worker.data_rank}").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+    def before(made: int) -> None:
         if loses and (world, made, worker.rank.index) == (4, 8, 3):
             (folder / "lost").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -79,10 +75,34 @@ def data(worker: Worker) -> Any:
             while not (folder / "back").exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
             time.sleep(0.3)
+
+    return noting(worker, before)
+
+
+def noting(worker: Worker, before: Callable[[int], object]) -> Dataset[tuple[Tensor, Tensor]]:
+    """The examples; each step notes those that it is given, and calls `before` with its number."""
+    folder, step, world = Path(os.environ[FOLDER]), worker.step, worker.rank.spec.world
+
+    def noted(*batch: Tensor) -> Tensor:
+        made = worker.steps + 1
+        if batch:
+            line = {"step": made, "world": world, "examples": (batch[0][:, 0] * 30).round().int().tolist()}
+            with (folder / f"seen-{worker.data_rank}").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        before(made)
         return step(*batch)
 
     vars(worker)["step"] = noted
     return Numbered()
+
+
+def seen(folder: Path) -> dict[tuple[int, int], list[int]]:
+    """World and step -> the examples of its global batch, in their order; those of the last time that it was made."""
+    found: dict[tuple[int, int], dict[Path, list[int]]] = {}
+    for path in sorted(folder.glob("seen-*")):
+        for line in map(json.loads, path.read_text().splitlines()):
+            found.setdefault((line["world"], line["step"]), {})[path] = line["examples"]
+    return {made: [each for part in parts.values() for each in part] for made, parts in found.items()}
 
 
 def of_readers(worker: Worker) -> Any:
