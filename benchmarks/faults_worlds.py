@@ -1,6 +1,6 @@
 """Do four hosts that lose one, and get it back, train as four that did not?
 
-    python -m benchmarks.faults --worlds            three losses at once, about two minutes
+    python -m benchmarks.faults --worlds            three losses at once, about four minutes
 
 Each host has a network namespace.  One is lost in the middle of a step: its cable is pulled, so that nobody gets a RST,
 its processes are killed, its namespace is removed.  A while later it is back, as a machine that has started anew.
