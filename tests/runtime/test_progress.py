@@ -25,7 +25,7 @@ class Steps:
 
 def run(steps: int, log_every: int | None = None, rank: int = 0) -> None:
     worker: Any = SimpleNamespace(rank=SimpleNamespace(index=rank), batch_offsets=(0, 16, 32))
-    show, batches = Shown(worker, Steps(), SimpleNamespace(log_every=log_every)), range(1, steps + 1)  # type: ignore
+    show, batches = Shown(worker, Steps(), SimpleNamespace(log_every=log_every)), range(1, steps + 1)  # type: ignore[arg-type]
     for step in batches:
         show(step, 1 / step)
     show.say("evaluation 1.0")

@@ -162,8 +162,8 @@ def test_a_disk_that_is_full_is_told_at_once_and_nothing_of_the_checkpoint_stays
     def full(*_: Any) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:672]")
 
-    monkeypatch.setattr(storage.FileSystemWriter, "write_data", full)
-    monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    monkeypatch.setattr("splitc.runtime.checkpoints.storage.FileSystemWriter.write_data", full)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=4096))
 
     def run(worker: Worker) -> LaunchError:
         with pytest.raises(LaunchError) as caught:
