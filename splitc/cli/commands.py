@@ -28,12 +28,14 @@ _FUNCTIONS = {
     "tune": "tuning:tune",
     "diff": "diffing:diff",
     "run": "commands:run_build",
+    "export": "exporting:export",
     "verify": "commands:verify",
     "simulate": "simulating:simulate",
     "calibrate": "calibrating:calibrate",
     "doctor": "doctor:doctor",
     "clusters": "clusters:clusters",
     "example": "copying:example",
+    "completion": "completing:completion",
     "demo": "examples.demo.main:demo",
 }
 """Command -> its function, in a module that is loaded when it is used."""

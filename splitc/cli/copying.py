@@ -13,9 +13,14 @@ from splitc.ir.names import near_name
 _EXAMPLES = Path(__file__).parent / "examples"
 
 
+def examples() -> dict[str, Path]:
+    """The examples that come with splitc, by name."""
+    return {path.stem: path for path in sorted(_EXAMPLES.glob("*.py")) if path.stem != "__init__"}
+
+
 def example(args: argparse.Namespace) -> int:
     """Print what there is, or write the examples asked for."""
-    found = {path.stem: path for path in sorted(_EXAMPLES.glob("*.py")) if path.stem != "__init__"}
+    found = examples()
     names = [name.removesuffix(".py") for name in args.names]
     for name in names:
         if name not in found:

@@ -106,6 +106,10 @@ several machines you can also start torchrun yourself (docs/training.md);
 launch.py --measure FILE then writes what was measured:
   torchrun --nnodes 2 --nproc-per-node 4 ... build/launch.py
 """,
+    "export": """examples:
+  splitc export checkpoints --safetensors model.safetensors
+  splitc export checkpoints/step-000120 --torch model.pt
+""",
     "verify": """examples:
   splitc verify examples/mlp.py --world 4
   splitc verify examples/mlp.py --world 4 --dtype float64   (to 1e-9)

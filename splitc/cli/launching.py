@@ -176,11 +176,17 @@ def _own_options() -> Parser:
     return parser
 
 
+def run_options() -> Parser:
+    """All options of `splitc run`, those of launch.py too."""
+    parser = Parser(prog="splitc run BUILD", add_help=False, parents=[measuring_options(), _own_options()])
+    add_options(parser)
+    return parser
+
+
 def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse all options, and reject once what every rank would reject."""
-    parser = Parser(prog="splitc run BUILD", add_help=False, parents=[measuring_options(), _own_options()])
+    parser = run_options()
     parser.add_argument("-h", "--help", action="store_true")
-    add_options(parser)
     args, unknown = parser.parse_known_args(arguments)
     if args.help:
         parser.print_help()

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from splitc.cli.help import epilog
@@ -43,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options of one command.  Raises LaunchError for what is unknown, missing or malformed."""
-    parser = _parser()
+    parser = whole_parser()
     if argv[:1] == ["demo"]:  # the demo has options of its own; argparse would take those that lead
         args = parser.parse_args(argv[:1])
         args.arguments = list(argv[1:])
@@ -58,12 +59,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _parser() -> Parser:
+def whole_parser() -> Parser:
+    """The parser of all commands."""
     parser = Parser(
         prog="splitc", description="Compile a PyTorch model into one program for each rank.", epilog=epilog()
     )
     parser.add_argument("--version", action="version", version=f"splitc {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
+    parser.set_defaults(commands=commands.choices)
     for name, (text, add_options) in _COMMANDS.items():
         command: Parser = commands.add_parser(
             name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=epilog(name), add_help=name != "demo"
@@ -112,6 +115,13 @@ def _tune(add: Add) -> None:
 def _run(add: Add) -> None:
     add("build", help="a folder that `splitc compile` wrote")
     add("arguments", nargs=argparse.REMAINDER, help="passed on to launch.py, for example --steps 3")
+
+
+def _export(add: Add) -> None:
+    add("checkpoint", type=Path, help="the folder of a run's checkpoints, for the newest, or one of its step-N")
+    add("--torch", type=Path, metavar="FILE", help="write a file for torch.load")
+    add("--safetensors", type=Path, metavar="FILE", help='write safetensors; needs: pip install "splitc[safetensors]"')
+    add("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
 def _verify(add: Add) -> None:
@@ -178,6 +188,10 @@ def _clusters(add: Add) -> None:
 
 def _example(add: Add) -> None:
     add("names", nargs="*", metavar="name", help="write these here; a file that is here already is never overwritten")
+
+
+def _completion(add: Add) -> None:
+    add("shell", choices=("bash", "zsh", "fish"), help="of which the script is printed")
 
 
 def _demo(add: Add) -> None:
@@ -265,12 +279,14 @@ _COMMANDS: dict[str, tuple[str, Callable[[Add], None]]] = {
     "tune": ("run the plans that may be the fastest for some seconds each, and write the scripts of the best", _tune),
     "diff": ("show what differs between two plans; exit code 1 when they differ", _diff),
     "run": ("train a build on this machine, under torchrun", _run),
+    "export": ("write the model of a checkpoint into one file, for torch.load or as safetensors", _export),
     "verify": ("show that the ranks train exactly as one process does", _verify),
     "simulate": ("predict throughput over worlds, bandwidths and strategies", _simulate),
     "calibrate": ("measure devices and links, and write them as a cluster file", _calibrate),
     "doctor": ("measure all pairs of hosts before training, and say what is wrong; exit code 1 then", _doctor),
     "clusters": ("list the known clusters, and this machine if it was measured", _clusters),
     "example": ("list the example models and scripts, or write some of them here", _example),
+    "completion": ("print what lets a shell complete commands, options, files and names", _completion),
     "demo": ("train on real digits: one process, DDP and splitc side by side", _demo),
 }
 

@@ -27,7 +27,7 @@ from tests.support.command import splitc
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("net")
-COMMANDS = ("try", "inspect", "explain", "compile", "diff", "run", "verify", "calibrate", "clusters")
+COMMANDS = ("try", "inspect", "explain", "compile", "diff", "run", "export", "verify", "calibrate", "clusters")
 
 
 # -- help --------------------------------------------------------------------------------------------------------------

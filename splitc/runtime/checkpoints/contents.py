@@ -119,6 +119,7 @@ class Contents:
         every = zip(*(groups for _, groups, _, _ in trained), strict=True)
         return {
             "settings": dict(self.settings),
+            "keys": dict(self.state.first_names),
             "kinds": trained[0][0],
             "groups": self.groups,
             "options": [max(same, key=lambda each: each[0])[1] for same in every],
