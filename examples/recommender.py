@@ -3,16 +3,19 @@
 Four tables of very different sizes hold all but 23,000 of the 9.64 M parameters and have no FLOPs:
 an example reads a few rows.  Data parallelism still all-reduces every table in every step; on a
 separate rank the tables stay local, and only indices and dense features are sent.  `forward` reads
-the dense features first, so that one cut has all tables above it.
+the dense features first, so that one cut has all tables above it.  `dataset` makes clicks that follow
+from the features.
 
     splitc inspect examples/recommender.py --world 4 --cluster v100-10gbe
     splitc compile examples/recommender.py --world 4 --cluster v100-10gbe -o build
     splitc verify examples/recommender.py --world 4
+    splitc run build --steps 500 --data examples.recommender:dataset
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 
 class Recommender(nn.Module):
@@ -73,3 +76,15 @@ def example(
 def target(batch: int = 256) -> Tensor:
     """Whether the user clicked, 0 or 1."""
     return torch.randint(2, (batch,)).float()
+
+
+def dataset(worker: object = None, clicks: int = 200_000) -> TensorDataset:
+    """Dense features, categories that are liked or not, and the rest at random; and whether the user clicked."""
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(clicks, 13, generator=generator)
+    user, item, category = (torch.randint(n, (clicks,), generator=generator) for n in (200_000, 50_000, 500))
+    seen = torch.randint(50_000, (clicks, 20), generator=generator)
+    liked = torch.randn(500, generator=generator)
+    logits = 2 * dense[:, :4].sum(1) + 2 * liked[category]
+    clicked = torch.rand(clicks, generator=generator) < logits.sigmoid()
+    return TensorDataset(dense, user, item, category, seen, clicked.float())

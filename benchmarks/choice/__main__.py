@@ -30,7 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(arguments)
     settings = Settings(
-        args.rounds, args.best, args.finalists, args.cpus, args.budget, args.tune, args.foreign, args.until
+        args.rounds,
+        args.best,
+        args.finalists,
+        args.cpus,
+        args.budget,
+        args.tune,
+        args.foreign,
+        args.until,
+        tuple(args.strategies),
     )
     try:
         figures, cells = Figures(args.output), [Cell.parse(text) for text in args.cells] or CELLS
@@ -62,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=positive, default=usual.rounds, metavar="N", help="that tell regret")
     parser.add_argument("--best", type=positive, default=usual.best, metavar="N", help="in rounds, besides the choices")
     parser.add_argument("--finalists", type=positive, default=usual.finalists, metavar="N", help="of auto, run briefly")
+    parser.add_argument("--strategies", nargs="+", default=[], metavar="NAME", help="in place of all, beside auto's")
     parser.add_argument("--cpus", type=float, default=usual.cpus, metavar="N", help="processors of all ranks")
     parser.add_argument("--budget", type=float, default=usual.budget, metavar="SECONDS", help="of a calibration")
     parser.add_argument("--tune", type=float, default=usual.tune, metavar="SECONDS", help="of tuning; 0: none")

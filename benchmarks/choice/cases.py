@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks import cases
@@ -43,12 +43,15 @@ MODELS = {
     **{name: Model(str(file), sizes) for name, (file, sizes) in cases.MODELS.items()},
     "alexnet": Model(str(cases.MODELS["alexnet"][0]), "32x3x224x224"),
     "recommender": Model(str(ROOT / "examples" / "recommender.py"), sparse=True),
+    "digits": Model(str(ROOT / "examples" / "digits.py")),
+    "language": Model(str(ROOT / "examples" / "transformer.py"), "2"),
+    "extreme": Model(str(ROOT / "examples" / "extreme.py")),
     "bags": Model(f"{ROOT / 'benchmarks' / 'models' / 'recommender_bags.py'}:with_sparse_gradients", sparse=True),
     "single": Model(str(ROOT / "benchmarks" / "models" / "recommender_single.py"), sparse=True),
 }
-"""As in `benchmarks.accuracy`, but for AlexNet's images, which are those of `benchmarks.overlap`, and three more."""
+"""As in `benchmarks.accuracy`, but for AlexNet's images, which are those of `benchmarks.overlap`, and more."""
 
-CELLS = [Cell(model, place) for place in PLACES for model in MODELS if model not in ("bags", "single")]
+CELLS = [Cell(model, place) for place in PLACES for model in (*cases.MODELS, "recommender")]
 
 
 def decision(plan: Plan) -> str:
@@ -56,8 +59,10 @@ def decision(plan: Plan) -> str:
     return replace(plan.decided, strategy="", model="").hash
 
 
-def proposed(case: cases.Case, cell: Cell, cluster: Cluster, finalists: int) -> Measured:
+def proposed(case: cases.Case, cell: Cell, cluster: Cluster, finalists: int, asked_for: Sequence[str] = ()) -> Measured:
     """The plans of a cell, distinct: auto's, every exact strategy's in microbatches, and the best that auto compared.
+
+    asked_for: in place of every exact strategy these.
 
     All for the same global batch: of each rank as many examples as the model file has.
     """
@@ -74,7 +79,7 @@ def proposed(case: cases.Case, cell: Cell, cluster: Cluster, finalists: int) -> 
     auto = Settings(world, examples, cluster, "auto").place()
     chosen = auto.run(program).plan
     add(AUTO, chosen)
-    for asked in strategies():
+    for asked in asked_for or strategies():
         try:
             add(asked, Settings(world, examples, cluster, asked).place().run(program).plan)
         except PlacementError as error:

@@ -26,7 +26,7 @@ from benchmarks.overlap.sides import Place
 from splitc.ir.plan import Plan
 
 SCHEMA = 1
-AUTO, TUNED = "auto", "tuned"
+AUTO, TUNED, ONE = "auto", "tuned", "single_device"
 SCRIPTS = {"DDP": "ddp", "sparse DDP": "sparse_ddp"}
 """Written by hand: side -> its name among `by_hand`."""
 
@@ -223,15 +223,16 @@ def _speeds(cells: Sequence[Measured]) -> str:
     for each in cells:
         row: list[object] = list(_where(each))
         choices = [each.number(asked) for asked in (AUTO, TUNED)]
-        sides = [*choices, min(each.ran, key=each.seconds), *(each.number(name) for name in SCRIPTS)]
+        sides = [*choices, min(each.ran, key=each.seconds), *(each.number(name) for name in (*SCRIPTS, ONE))]
         row += ["" if k is None or not each.times(k) else f"{each.examples / each.seconds(k):.0f}" for k in sides]
-        for script in (each.number(name) for name in SCRIPTS):
+        for script in (each.number(name) for name in (*SCRIPTS, ONE)):
             for own in choices:
                 ratios = each.ratios(script, own) if own is not None and script is not None else []
                 row.append(_times(ratios) if ratios else "")
         rows.append(row)
-    times = [f"{asked}, times {script}" for script in SCRIPTS for asked in (AUTO, TUNED)]
-    return _table(rows, ("model", "ranks", "rate", AUTO, TUNED, "best", *SCRIPTS, *times))
+    scales = (*SCRIPTS, ONE)
+    times = [f"{asked}, times {scale}" for scale in scales for asked in (AUTO, TUNED)]
+    return _table(rows, ("model", "ranks", "rate", AUTO, TUNED, "best", *scales, *times))
 
 
 def _predictions(cells: Sequence[Measured]) -> str:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from benchmarks.cases import Case, predictions
 from benchmarks.choice.cases import MODELS, decision, proposed
-from benchmarks.choice.figures import AUTO, SCRIPTS, TUNED, Cell, Figures, Measured, Side
+from benchmarks.choice.figures import AUTO, ONE, SCRIPTS, TUNED, Cell, Figures, Measured, Side
 from benchmarks.errors import BenchmarkError
 from benchmarks.figures import Cell as Planned
 from benchmarks.lockstep import TIMEOUT
@@ -40,7 +40,7 @@ LONG = 1.0  # seconds of a step from which a run has one step that counts, not t
 FAR = 3.0  # times the shortest step, from which one step tells enough: without one to warm up, and never again
 NEAR = 1.25  # times the shortest step of the brief runs: those above take no part in rounds
 SURE = 4  # rounds after which a plan whose interval is beyond the best one's takes no part any more
-SCRIPT_ROUNDS = 5  # of scripts, which are for scale
+SCALE_ROUNDS = 5  # of scripts and of one process, which are for scale
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -52,6 +52,7 @@ class Settings:
 
     cpus: shared by the ranks, by a quota.  budget: seconds of a calibration, about.  tune: seconds of tuning; 0: none.
     foreign: fraction of the processors above which other processes disturb a run.  until: the last stage.
+    strategies: beside auto's finalists; all exact ones where there are none.
     """
 
     rounds: int = 10
@@ -62,6 +63,7 @@ class Settings:
     tune: float = 60.0
     foreign: float = 0.05
     until: str = "runs"
+    strategies: tuple[str, ...] = ()
 
 
 STAGES = "clusters", "plans", "runs"
@@ -109,8 +111,8 @@ def in_rounds(measured: Measured, settings: Settings) -> list[int]:
         second = min((k for k in racing if k not in (best, *choices)), key=measured.seconds, default=best)
         stay = {*choices, best, second}
         racing = [k for k in racing if k in stay or not _slower(measured, k, best)]
-    scripts = (k for name in SCRIPTS if (k := measured.number(name)) is not None and measured.sides[k].first)
-    return [*racing, *(k for k in scripts if made < SCRIPT_ROUNDS)]
+    scales = (k for name in (*SCRIPTS, ONE) if (k := measured.number(name)) is not None and measured.sides[k].first)
+    return [*racing, *(k for k in scales if made < SCALE_ROUNDS and k not in racing)]
 
 
 def _slower(measured: Measured, k: int, best: int) -> bool:
@@ -212,7 +214,9 @@ class Measuring:
         if cell in self._figures.cells:
             return
         begin = time.monotonic()
-        found = proposed(self.case(cell.model), cell, self.cluster(cell.place), self._settings.finalists)
+        found = proposed(
+            self.case(cell.model), cell, self.cluster(cell.place), self._settings.finalists, self._settings.strategies
+        )
         self.put(found)
         plans = sum(bool(side.plan) for side in found.sides)
         self._say(f"{cell}: {plans} plans in {time.monotonic() - begin:.0f} s")

