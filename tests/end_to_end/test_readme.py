@@ -28,7 +28,7 @@ def test_the_picture_has_todays_predictions(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_measured_images_are_those_of_the_steps() -> None:
     rows = re.findall(r"^\| .*?(\d+) ms.*?\| \D*(\d+)\D*\| \D*(\d+) ms.*?\| \D*(\d+)\D*\|$", README, re.MULTILINE)
-    assert len(rows) == 5
+    assert len(rows) == 6
     for *_, row in ((each, list(map(int, each))) for each in rows):
         for step, images in (row[:2], row[2:]):
             assert images == pytest.approx(4 * 32 / step * 1000, abs=0.6)
