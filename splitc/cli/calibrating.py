@@ -21,6 +21,7 @@ from splitc.cli.files import check_writable, write_file
 from splitc.errors import CostError, LaunchError
 from splitc.ir.cluster_file import parse_cluster, to_data, to_toml
 from splitc.runtime.progress import Step
+from splitc.runtime.transport.started import is_rank
 
 if TYPE_CHECKING:
     from splitc.cost_models.calibration.calibrate import Calibration
@@ -37,7 +38,7 @@ _PATIENCE = 120.0  # seconds that a rank waits for the others, in addition to tw
 def calibrate(args: argparse.Namespace) -> int:
     """Measure and write; returns 1 when a rank fails.  Raises LaunchError for mistakes, before anything starts."""
     output = Path(args.output)
-    started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    started = is_rank()
     if not started or os.environ["RANK"] == "0":
         check_output(output)
     if started:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from splitc import units
 from splitc.cost_models.clusters.files import cluster_files
 from splitc.errors import LaunchError
+from splitc.runtime.transport.started import is_rank
 from splitc.version import __version__
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def doctor(args: argparse.Namespace) -> int:
     if args.hosts and args.ranks:
         raise LaunchError("--ranks starts processes on this machine, --hosts a:2,b on others; give one of them")
     options = ["--budget", str(args.budget), *["--json"] * args.json]
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_rank():
         from splitc.runtime.launch.failures import guarded
 
         codes: list[int] = []

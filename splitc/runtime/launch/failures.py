@@ -26,7 +26,7 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads there why a rank faile
 _ELSEWHERE = "(if a rank failed by itself, its error stands above, or on its host; --resume goes on from a checkpoint)"
 
 
-def guarded(run: Callable[[], None], history: History | None = None) -> None:
+def guarded(run: Callable[[], object], history: History | None = None) -> None:
     """Run a rank so that the error that caused a failure is printed first, and no process keeps running.
 
     A rank that lost a peer waits a moment before it exits: by then the peer has printed its own error.  torchrun learns

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..checkpoints.folders import AT, FAILURES
 from ..transport.agreement import digest
+from ..transport.started import was_restarted
 
 TIMES = 3  # failures at a step, after which no other start is tried
 _UNTOLD = "a rank was killed, by the kernel where memory runs out, or a host was lost"
@@ -37,7 +38,7 @@ class History:
     def begin(self) -> str | None:
         """Note a start; returns why there must be none, without noting it."""
         *_, last = [dict[str, Any](), *self._own()]
-        if "stop" in last and (last["always"] or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"):
+        if "stop" in last and (last["always"] or was_restarted()):
             return str(last["stop"])
         if not self._is_first:
             return None

@@ -21,6 +21,7 @@ from .devices import Seat, choose, device_of, in_words, wanted
 from .in_flight import cause, fails_by_itself
 from .network import choose_interface
 from .sealed import opened, sealed
+from .started import is_rank
 from .torch_transport import TorchTransport
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
@@ -154,7 +155,8 @@ def started_world() -> int | None:
 
 
 def _is_started() -> bool:
-    """Whether torchrun started this process.  Raises LaunchError for numbers in its variables that are none."""
+    """Whether torchrun, or what `is_rank` knows, started this process.  Raises LaunchError for wrong numbers."""
+    is_rank()
     given = {name: os.environ[name] for name in _NUMBERS if name in os.environ}
     if wrong := [f"{name} is {value!r}" for name, value in given.items() if not re.fullmatch(r"[0-9]{1,9}", value)]:
         raise LaunchError(f"{', '.join(wrong)}, which is no whole number; let torchrun set it")
