@@ -14,7 +14,7 @@ from torch import nn
 from splitc.checks.batch_sizes import require_batch_sizes
 from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.clusters.named import load_cluster
-from splitc.cost_models.memory.memory_check import require_memory_on
+from splitc.cost_models.memory.memory_check import most_memory_on, require_memory_on
 from splitc.errors import InternalError, LaunchError, PlacementError, bullets
 from splitc.features import parts
 from splitc.ir.autocast import under_autocast
@@ -141,7 +141,12 @@ def specialised(
     if not is_kept:
         now("measuring the memory of")
         require_memory_on(lowered, cluster, settings.memory)
-    return lowered
+    if cluster is None:
+        return lowered
+    per_host = cluster.ranks_per_host or (lowered.plan.world if cluster.ranks_share_device else 1)
+    most = most_memory_on(lowered, cluster, settings.memory)
+    prediction = replace(lowered.plan.prediction, memory=most, ranks_per_host=per_host)
+    return replace(lowered, plan=replace(lowered.plan, prediction=prediction))
 
 
 def _lowered(placed: PlacedProgram, is_given: bool, watch: Watcher | None) -> LoweredProgram:

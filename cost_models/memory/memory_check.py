@@ -59,11 +59,25 @@ def require_memory(program: LoweredProgram, have: Callable[[int], float], optimi
 
 def require_memory_on(program: LoweredProgram, cluster: Cluster | None, memory: float | None) -> None:
     """Raise PlacementError when a rank needs more than `memory` bytes, or than its device in the cluster has."""
+    if (have := _memory_on(program, cluster, memory)) is not None:
+        require_memory(program, have)
+
+
+def most_memory_on(program: LoweredProgram, cluster: Cluster | None, memory: float | None) -> tuple[int, ...]:
+    """What each rank of a program that fits takes at most (bytes), without a run; none where nothing limits it."""
+    have, bounds, kinds = _memory_on(program, cluster, memory), dict[object, float](), _kinds(program)
+    for rank, kind in enumerate(kinds):
+        if kind not in bounds:
+            bounds[kind] = _bound(program, rank, 1)
+    return tuple(int(min(bounds[kind], have(rank))) for rank, kind in enumerate(kinds)) if have else ()
+
+
+def _memory_on(program: LoweredProgram, cluster: Cluster | None, memory: float | None) -> Callable[[int], float] | None:
+    """Rank -> the memory that it may take (bytes)."""
     computing = sum(len(part.ranks) for part in program.rank_programs)
     if memory is not None:
-        require_memory(program, lambda rank: memory)
-    elif cluster is not None:
-        require_memory(program, lambda rank: cluster.device_of(rank, computing).memory)
+        return lambda rank: memory
+    return None if cluster is None else lambda rank: cluster.device_of(rank, computing).memory
 
 
 def _shortage(program: PlacedProgram, ranks: list[int], memory: RankMemory, have: float) -> str:

@@ -29,6 +29,7 @@ _FUNCTIONS = {
     "diff": "diffing:diff",
     "run": "commands:run_build",
     "export": "exporting:export",
+    "job": "jobs:job",
     "verify": "commands:verify",
     "simulate": "simulating:simulate",
     "calibrate": "calibrating:calibrate",

@@ -32,7 +32,7 @@ def launch(folder: Path, arguments: Sequence[str]) -> int:
 
     Raises LaunchError for mistakes, before any process starts.
     """
-    plan = _checked(folder)
+    plan = check_build(folder)
     script = folder / "launch.py"
     own, others = _own_options().parse_known_args(arguments)
     if "launch.main(" in script.read_text(encoding="utf-8", errors="replace"):  # else it is the user's own
@@ -65,7 +65,7 @@ def _smaller(folder: Path, plan: Plan, own: argparse.Namespace) -> Smaller:
         )
     found = {}
     for path in sorted((folder / WORLDS).glob("[0-9]*")):
-        each = _checked(path)
+        each = check_build(path)
         if each.world >= own.min_world:
             found[each.world] = path, each.hash
             _same_script(folder / "launch.py", path / "launch.py")
@@ -104,7 +104,7 @@ def _start(folder: Path, plan: Plan, hosts: str | None, arguments: Sequence[str]
         return RESTART
 
 
-def _checked(folder: Path) -> Plan:
+def check_build(folder: Path) -> Plan:
     """Read the plan of a build, and check that all its files exist and were written from that plan."""
     plan = read_plan_file(folder / "plan.json")
     ranks = [f"rank{rank}.py" for rank in range(plan.world)]

@@ -124,6 +124,17 @@ def _export(add: Add) -> None:
     add("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
+def _job(add: Add) -> None:
+    add("--sbatch", type=Path, metavar="FILE", help="write a script for Slurm's sbatch")
+    add("--jobset", type=Path, metavar="FILE", help="write a JobSet for kubectl apply -f")
+    add("--image", metavar="NAME", help="with --jobset: the container image, with torch, splitc and the build")
+    add("--ranks-per-host", type=positive, default=0, metavar="N", help="default: those of the plan's cluster")
+    add("--cpus", type=positive, default=1, metavar="N", help="cores of a rank (default 1)")
+    add("--gpus", type=positive, default=0, metavar="N", help="GPUs of a rank (default: ranks compute on the CPU)")
+    add("--restarts", type=positive, default=0, metavar="N", help="start again after a failure, N times at most")
+    _run(add)
+
+
 def _verify(add: Add) -> None:
     _model_options(add)
     add("--processes", action="store_true", help="real processes under torchrun instead of simulated ranks")
@@ -280,6 +291,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Add], None]]] = {
     "diff": ("show what differs between two plans; exit code 1 when they differ", _diff),
     "run": ("train a build on this machine, under torchrun", _run),
     "export": ("write the model of a checkpoint into one file, for torch.load or as safetensors", _export),
+    "job": ("write what Slurm or Kubernetes takes to train a build", _job),
     "verify": ("show that the ranks train exactly as one process does", _verify),
     "simulate": ("predict throughput over worlds, bandwidths and strategies", _simulate),
     "calibrate": ("measure devices and links, and write them as a cluster file", _calibrate),

@@ -6,9 +6,9 @@ from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
-from splitc.ir.decode import Problem, decode, hints_of
+from splitc.ir.decode import Problem, at_least, decode, hints_of
 from splitc.runtime.transport.phases import Phases
 
 BASES = ("measured", "interpolated", "extrapolated")
@@ -77,6 +77,7 @@ class Prediction:
     nothing varies.  priced: the best plan of every strategy that was priced to choose the plan; all: prices every
     strategy.  reasons: layer -> why it was placed so.  advice: what would put idle ranks to work.
     tried: the plans that were run to choose this one.  on_wire: the best exact plan, and the one in formats chosen.
+    memory: what a step of each rank takes at most (bytes), an upper bound.  ranks_per_host: of the cluster.
     based_on: digest of the cluster before runs changed its numbers, by `factors`.  weights: of factors, as in
     `calibration/learning.py`.  basis: one of `BASES`.  ran: the measured step of this plan there (s); 0 if it did not.
     """
@@ -100,6 +101,8 @@ class Prediction:
     ran: float = 0.0
     p50: float = 0.0
     p90: float = 0.0
+    memory: tuple[Annotated[int, at_least(0)], ...] = ()
+    ranks_per_host: Annotated[int, at_least(0)] = 0
     on_wire: tuple[Candidate, ...] = ()
     all: Callable[[], tuple[Candidate, ...]] | None = field(default=None, compare=False, repr=False)
 
@@ -133,7 +136,10 @@ class Prediction:
         return cls(**{names[key]: value for key, value in values.items()}), problems
 
 
-_WHERE_KNOWN = ("tried", "on_wire", "p50", "p90", "based_on", "factors", "weights", "basis", "ran")
+_WHERE_KNOWN = (
+    *("tried", "on_wire", "p50", "p90", "memory", "ranks_per_host"),
+    *("based_on", "factors", "weights", "basis", "ran"),
+)
 KEYS = {"layer_seconds": "seconds", "phases": "predicted", "priced": "candidates"}
 """Fields that have another name in plan.json."""
 

@@ -76,7 +76,7 @@ def test_a_run_on_hosts_is_started_again_also_when_one_is_lost_until_another_sta
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPLITC_COMMAND", "")  # which is set
-    monkeypatch.setattr(launching, "_checked", lambda folder: SimpleNamespace(world=2, hash="abc"))
+    monkeypatch.setattr(launching, "check_build", lambda folder: SimpleNamespace(world=2, hash="abc"))
     monkeypatch.setattr(hosts_module, "run_on_hosts", run)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     options = ["--steps", "9", "--hosts", "a,b", "--restarts", "5"]

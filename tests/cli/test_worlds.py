@@ -44,7 +44,7 @@ def test_a_build_holds_builds_for_fewer_ranks_with_its_batch_and_one_file_of_wei
         assert (folder / "weights.pt").is_symlink()
         assert load_weights(folder)[0].keys() == load_weights(build)[0].keys()
         assert [load_rank(folder, rank).rank.world for rank in range(world)] == [world] * world
-        assert launching._checked(folder) == plan
+        assert launching.check_build(folder) == plan
 
 
 def test_a_build_with_builds_for_fewer_ranks_is_replaced_unless_one_of_them_was_edited(tmp_path: Path) -> None:
