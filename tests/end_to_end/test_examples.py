@@ -63,6 +63,7 @@ def test_every_model_file_has_a_small_size_here() -> None:
         "prepared",
         "huggingface",
         "fabric",
+        "ray_train",
     }
     assert files == SMALL.keys()
 
