@@ -16,6 +16,7 @@ from splitc.version import __version__ as __version__
 if TYPE_CHECKING:
     from splitc.api import compile as compile
     from splitc.compiled import CompiledProgram as CompiledProgram
+    from splitc.errors import ArgumentError as ArgumentError
     from splitc.errors import CaptureError as CaptureError
     from splitc.errors import CostError as CostError
     from splitc.errors import InternalError as InternalError
@@ -48,7 +49,7 @@ _MODULES = {
     "api": "compile",
     "compiled": "CompiledProgram",
     "ir.cluster": "Cluster Device Link",
-    "errors": "SplitcError CaptureError CostError PlacementError LaunchError InternalError",
+    "errors": "SplitcError ArgumentError CaptureError CostError PlacementError LaunchError InternalError",
     "ir.placements": "Grouping Placement",
     "ir.plan": "Plan",
     "ir.prediction": "Candidate",

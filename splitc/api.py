@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,9 +16,10 @@ from splitc.capture.example.example import Example, Inputs, Loss
 from splitc.capture.regions.regions import importable
 from splitc.compiled import CompiledProgram, compile_example
 from splitc.deferred import DeferredProgram
-from splitc.errors import PlacementError
+from splitc.errors import ArgumentError, PlacementError
 from splitc.ir.autocast import require_autocast
 from splitc.ir.cluster import Cluster
+from splitc.ir.decode import typed
 from splitc.ir.pass_manager import Watcher
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
@@ -27,6 +29,7 @@ from splitc.runtime.transport.meeting import refusals_told
 from splitc.specialise import Settings
 
 
+@typed
 def compile(
     model: nn.Module | Callable[[], nn.Module],
     world: int,
@@ -50,7 +53,7 @@ def compile(
     plan: Plan | None = None,
     watch: Watcher | None = None,
 ) -> CompiledProgram | DeferredProgram:
-    """Compile the training of `model` for `world` ranks; raise CaptureError, CostError or PlacementError.
+    """Compile the training of `model` for `world` ranks; raise a SplitcError, of another type an ArgumentError.
 
     model: a module, or a function or class that returns one without arguments.
     example: one data-parallel rank's batch: a tensor, a tuple or a dict of keyword arguments, nested or not; dim 0 has
@@ -93,11 +96,9 @@ def _require_sense(
 ) -> None:
     """Raise for arguments that have no sense by themselves, or none together."""
     require_autocast(autocast)
-    if not (plan is None or isinstance(plan, Plan)):
-        raise PlacementError(f"plan is {plan!r:.60}; give a Plan, as Plan.from_json makes one of the text of a file")
     if wire != (None, None) and plan is not None:
         raise PlacementError("the plan says in which formats numbers travel: leave out wire and wire_error")
-    if not isinstance(tune, int | float) or not 0 <= tune < math.inf:
+    if not 0 <= tune < math.inf:
         raise PlacementError(f"tune is {tune!r}; give a number of seconds, or 0 to run no finalists")
     if tune and (plan is not None or asked.inserts_norm):
         raise PlacementError("tune chooses among plans of the model as it is: leave out plan, and subnets' norms")
@@ -107,7 +108,16 @@ def _made(model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, str | 
     """The model, and where the code of a factory is, as in model files."""
     code = None
     if not isinstance(model, nn.Module) and callable(model):
+        name = getattr(model, "__name__", type(model).__name__)
+        try:
+            inspect.signature(model).bind()
+        except TypeError as error:
+            raise ArgumentError(f"compile: model is {name}, which cannot be called: {error}; give a module") from None
+        except ValueError:  # what has no signature, as some classes of Python's own
+            pass
         model, code = model(), importable(model)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"compile takes a torch.nn.Module, got {type(model).__name__}")
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(
+                f"compile: model is {name}, which returns no module, but of type {type(model).__name__}; give a module"
+            )
     return model, code

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,6 +23,7 @@ from splitc.cost_models.calibration.hosts import require_described
 from splitc.cost_models.clusters.named import is_this_machine
 from splitc.errors import LaunchError
 from splitc.ir.autocast import autocast_for
+from splitc.ir.decode import Count, Limit, Seed, typed
 from splitc.ir.fake_mode import FakeMode
 from splitc.ir.pass_manager import Watcher
 from splitc.ir.plan import Plan
@@ -42,9 +43,12 @@ from splitc.runtime.worker import Worker
 from splitc.specialise import Settings, inserts_norm, specialise, with_norms
 from splitc.tuned import Request, tuned
 from splitc.verify.batches import few_of, scaled_down
-from splitc.verify.borrowed import borrowed
+from splitc.verify.borrowed import Floating, borrowed
 from splitc.verify.rounding import Rounding, rounding
 from splitc.verify.verify import Verification, verify_program
+
+_MAKES = "that makes the optimizer of the parameters that a rank has, as lambda params: SGD(params, lr=0.1)"
+Factory = Annotated[OptimizerFactory, Limit(callable, _MAKES)]
 
 
 def compile_example(
@@ -170,19 +174,21 @@ class CompiledProgram:
         """The placement table and the predicted costs, for an 80-column terminal; the last line is `verdict`."""
         return f"{report(self.program)}\n{self.verdict}\n"
 
+    @typed
     def rank(self, rank: int) -> fx.GraphModule:
         """The graph of one rank, with communication nodes, annotated with the shapes at its batch size."""
         if not 0 <= rank < self.plan.world:
             raise LaunchError(f"there is no rank {rank} in a world of {self.plan.world}")
         return rank_graph(self.program, rank)
 
+    @typed
     def verify(
         self,
         processes: bool = False,
-        steps: int = 3,
-        dtype: torch.dtype | None = None,
-        examples: int | None = None,
-        seed: int = 0,
+        steps: Count = 3,
+        dtype: Floating | None = None,
+        examples: Count | None = None,
+        seed: Seed = 0,
         compile_stages: bool | str = False,
     ) -> Verification:
         """Train `steps` steps on the ranks here and in one process, and compare loss, gradients and parameters.
@@ -204,10 +210,12 @@ class CompiledProgram:
         was_off = self.program.autocast is not None and dtype is not None
         return replace(result, notes=(*result.notes, *["autocast was off on both sides"] * was_off))
 
+    @typed
     def ladder(self, min_world: int) -> list[Rung]:
         """The plans for fewer ranks, one by one down to `min_world`, and what they cost; each is made once."""
         return ladder(self.validated().request, min_world, self._rungs)
 
+    @typed
     def save(self, folder: str | Path, standalone: bool = False, min_world: int | None = None) -> Path:
         """Write the scripts, launch.py, plan.json and weights.pt; builds of `ladder(min_world)` into folder/worlds/N.
 
@@ -223,9 +231,10 @@ class CompiledProgram:
         """The contents of weights.pt: `state`, the model's state_dict, and `extra`, tensors that are not in it."""
         return self.request.weights(self.program)
 
+    @typed
     def worker(
         self,
-        optimizer: OptimizerFactory,
+        optimizer: Factory,
         clip_norm: float | None = None,
         accumulate: int | None = None,
         seed: int = 0,

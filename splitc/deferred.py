@@ -13,16 +13,16 @@ from torch.utils.data import DataLoader
 
 from splitc import units
 from splitc.capture.example.division import Batch
-from splitc.capture.example.example import LOSS, Example, Loss, inputs_and_target
-from splitc.compiled import CompiledProgram, compile_example
+from splitc.capture.example.example import LOSS, Example, Inputs, Loss, inputs_and_target
+from splitc.compiled import CompiledProgram, Factory, compile_example
 from splitc.cost_models.calibration.hosts import measured_among
 from splitc.cost_models.calibration.rank_timer import no_progress
 from splitc.cost_models.clusters.named import is_this_machine
 from splitc.errors import LaunchError
+from splitc.ir.decode import typed
 from splitc.ir.plan import Plan
 from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.loader import Loader, taken_over
-from splitc.runtime.parameter_groups import OptimizerFactory
 from splitc.runtime.progress import Step
 from splitc.runtime.transport.agreement import agreed
 from splitc.runtime.transport.base import Transport
@@ -49,7 +49,8 @@ class DeferredProgram:
             f"program.worker(...), which compiles on its first batch"
         )
 
-    def compile(self, batch: Any) -> CompiledProgram:
+    @typed
+    def compile(self, batch: Inputs) -> CompiledProgram:
         """Compile on one reader's batch: the inputs, followed by the targets that a loss takes, most often one.
 
         The inputs may be a dict of keyword arguments, as in `compile`.
@@ -60,9 +61,10 @@ class DeferredProgram:
         example = Example.bind(self._model, inputs, target, self._loss, self._batch)
         return compile_example(self._model, example, self._settings, name=self._name)
 
+    @typed
     def worker(
         self,
-        optimizer: OptimizerFactory,
+        optimizer: Factory,
         clip_norm: float | None = None,
         accumulate: int | None = None,
         seed: int = 0,

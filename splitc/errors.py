@@ -15,6 +15,7 @@ from splitc.runtime.errors import (
 )
 
 __all__ = [
+    "ArgumentError",
     "BackendError",
     "CaptureError",
     "CostError",
@@ -27,6 +28,10 @@ __all__ = [
     "SplitcError",
     "bullets",
 ]
+
+
+class ArgumentError(SplitcError, TypeError):
+    """An argument of the Python API is of a type, or in a range, of no use."""
 
 
 class CaptureError(SplitcError):

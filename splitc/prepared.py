@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from splitc.api import compile
 from splitc.capture.example.example import Loss
+from splitc.compiled import Factory
 from splitc.deferred import DeferredProgram
-from splitc.errors import LaunchError
+from splitc.errors import ArgumentError, LaunchError
+from splitc.ir.decode import Limit, typed
 from splitc.runtime.launch.failures import guard_script
 from splitc.runtime.loader import Loader, taken_over
-from splitc.runtime.parameter_groups import OptimizerFactory
 from splitc.runtime.transport.distributed import init, started_world
 from splitc.runtime.worker import Worker
 
+_Loader = Annotated[DataLoader[Any], Limit(lambda loader: True, "of torch; worker.loader takes datasets")]
 
-def prepare(
-    model: nn.Module, optimizer: OptimizerFactory, loss: Loss, loader: DataLoader[Any], **options: Any
-) -> tuple[Worker, Loader]:
+
+@typed
+def prepare(model: nn.Module, optimizer: Factory, loss: Loss, loader: _Loader, **options: Any) -> tuple[Worker, Loader]:
     """Compile a model for the processes that torchrun started, and divide its data among them.  Collective.
 
     The global batch is that of DistributedDataParallel, the loader's batch times the number of processes, divided among
@@ -39,20 +40,13 @@ def prepare(
     """
     if started_world():
         guard_script()
-    if not isinstance(loader, DataLoader):
-        raise TypeError(f"prepare takes a torch DataLoader, got {type(loader).__name__}; worker.loader takes datasets")
-    if isinstance(optimizer, Optimizer):
-        raise LaunchError(
-            f"prepare takes a function that makes the optimizer of the parameters that a rank has, as lambda params: "
-            f"{type(optimizer).__name__}(params, ...), not an optimizer"
-        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise LaunchError("prepare takes the plain model, without DistributedDataParallel around it")
     of_compile = inspect.signature(compile).parameters.keys() - {"world", "example", "target", "plan", "watch"}
     made_here = {"program", "transport", "weights", "keys"}
     of_worker = {*inspect.signature(Worker).parameters, "backend", "device"} - made_here
     if unknown := [name for name in options if name not in of_compile | of_worker]:
-        raise TypeError(f"prepare has no option {', '.join(unknown)}; {', '.join(sorted(of_compile | of_worker))}")
+        raise ArgumentError(f"prepare has no option {', '.join(unknown)}; {', '.join(sorted(of_compile | of_worker))}")
     batch = taken_over(loader)[1]["batch_size"]
     world = started_world() or init().world
     asked = {"global_batch": batch * world, "loss": loss}

@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import splitc
-from splitc.errors import LaunchError
+from splitc.errors import ArgumentError, LaunchError
 
 ROOT = Path(__file__).parents[1]
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -54,10 +54,10 @@ def refusals() -> dict[str, tuple[type[Exception], dict[str, Any]]]:
     return {
         "not started by torchrun .*run: torchrun --standalone --nproc-per-node 2": (LaunchError, {}),
         r"makes the optimizer of the parameters that a rank has, as lambda params: SGD\(params": (
-            LaunchError,
+            ArgumentError,
             {"optimizer": optimizer},
         ),
-        "takes a torch DataLoader, got TensorDataset; worker.loader takes d": (TypeError, {"loader": sampled.dataset}),
+        "it must be a DataLoader of torch; worker.loader takes datasets": (TypeError, {"loader": sampled.dataset}),
         "prepare has no option clip; accumulate, autocast, backend, batch, c": (TypeError, {"clip": 1.0}),
         "the DataLoader has a list, but worker.loader divides the examples": (LaunchError, {"loader": sampled}),
     }

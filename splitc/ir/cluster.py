@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated
 
-from splitc.ir.decode import Keys, Limit, at_least, more_than
+from splitc.ir.decode import Count, Keys, Limit, at_least, more_than, typed_fields
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _PRODUCTS = ("matmul", "conv", "attention")  # with one efficiency of their FLOPs, and one (`_moved`) of their bytes
@@ -29,11 +29,11 @@ _Name = Annotated[str, Limit(bool, "of at least one letter")]
 _Positive = Annotated[float, more_than(0)]
 _NotNegative = Annotated[float, at_least(0)]
 _Fraction = Annotated[float, more_than(0, most=1)]
-_Count = Annotated[int, at_least(1)]
 _RANKS = Limit(lambda ranks: ranks and all(type(rank) is int and rank >= 0 for rank in ranks), "of ranks, as [2, 3]")
 _TABLES = Limit(lambda tables: True, "of tables; write [[unlike]] over each")
 
 
+@typed_fields
 @dataclass(frozen=True)
 class Device:
     """The device of one rank.
@@ -80,6 +80,7 @@ class Device:
         return replace(self.scaled(1 / factor), **launches)
 
 
+@typed_fields
 @dataclass(frozen=True)
 class Rate:
     """Measured performance of a collective: seconds = latency * rounds + bytes that each rank sends / bandwidth.
@@ -91,6 +92,7 @@ class Rate:
     latency: _NotNegative
 
 
+@typed_fields
 @dataclass(frozen=True)
 class Link:
     """The link of a rank to others.
@@ -123,6 +125,7 @@ class Link:
         return self if among == 1 else self.with_bandwidth(self.bandwidth / among)
 
 
+@typed_fields
 @dataclass(frozen=True)
 class Unlike:
     """Ranks whose device or link differs from that of the others."""
@@ -143,11 +146,12 @@ class Learned:
 
     base: str
     factors: Mapping[str, _Positive]
-    runs: _Count = 1
+    runs: Count = 1
     ran: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
+@typed_fields
 @dataclass(frozen=True)
 class Cluster:
     """Devices joined by links.
@@ -164,14 +168,14 @@ class Cluster:
     name: _Name
     device: Device
     link: Link
-    world: _Count | None = None
+    world: Count | None = None
     ranks_share_device: bool = False
     source: str = ""
-    cores: _Count = 1
+    cores: Count = 1
     local_link: Link | None = None
-    ranks_per_host: _Count | None = None
+    ranks_per_host: Count | None = None
     site_link: Link | None = None
-    ranks_per_site: _Count | None = None
+    ranks_per_site: Count | None = None
     unlike: Annotated[tuple[Unlike, ...], _TABLES] = ()
     learned: Learned | None = None
 

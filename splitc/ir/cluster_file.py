@@ -60,7 +60,7 @@ from typing import Any
 import tomli_w
 
 from splitc.errors import CostError, bullets
-from splitc.ir.cluster import COLLECTIVES, Cluster, Device
+from splitc.ir.cluster import COLLECTIVES, Cluster
 from splitc.ir.decode import Problem, decode, hints_of
 
 _HEADER = "# Units: FLOP/s, bytes/s, bytes and seconds.\n"
@@ -97,13 +97,10 @@ def _floats(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def digest(cluster: Cluster) -> str:
     """Twelve hex digits of the numbers that prices depend on, which names, sources and memory sizes do not change."""
-
-    def priced(device: Device) -> Device:
-        return replace(device, name="", memory=1.0)
-
-    unlike = tuple(replace(each, device=priced(each.device)) for each in cluster.unlike)
-    bare = replace(cluster, name="", source="", device=priced(cluster.device), unlike=unlike, learned=None)
-    return hashlib.sha256(json.dumps(to_data(bare), sort_keys=True).encode()).hexdigest()[:12]
+    data = to_data(replace(cluster, source="", learned=None)) | {"name": ""}
+    for table in (data, *data.get("unlike", ())):
+        table["device"] |= {"name": "", "memory": 1.0}
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def base_digest(cluster: Cluster) -> str:

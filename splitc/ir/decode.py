@@ -6,16 +6,22 @@ together is checked by who reads them, on what was read.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from functools import cache, wraps
 from types import NoneType, UnionType
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from splitc.errors import ArgumentError
 from splitc.ir.names import near_name
 
-_WORDS = {str: "a text", int: "a whole number", float: "a finite number", bool: "true or false", tuple: "a list"}
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+_PLAIN = {str: "a text", int: "a whole number", float: "a finite number", bool: "true or false", tuple: "a list"}
+_WORDS: dict[Any, str] = {**_PLAIN, Callable: "a function", Sequence: "a list", Mapping: "a table"}
 _WRONG = object()
 
 Path = tuple[str | int, ...]
@@ -28,7 +34,7 @@ class Problem(NamedTuple):
     what: str
 
     def __str__(self) -> str:
-        return f"{': '.join(f'number {key}' if isinstance(key, int) else key for key in self.path)} {self.what}"
+        return f"{': '.join(f'number {key}' if isinstance(key, int) else str(key) for key in self.path)} {self.what}"
 
 
 class Limit(NamedTuple):
@@ -64,6 +70,10 @@ def _and_at_most(most: float) -> str:
     return "" if most == sys.float_info.max else f" and at most {most:g}"
 
 
+Count = Annotated[int, at_least(1)]
+Seed = Annotated[int, at_least(-(2**63), most=2**63 - 1)]
+
+
 def one_of(*known: Any) -> Limit:
     """One of these values."""
     return Limit(lambda value: value in known, f"one of {', '.join(map(str, known))}", known)
@@ -92,25 +102,56 @@ def decode(
     return _table(hints, value, needed, (), problems), problems
 
 
+def typed(function: Callable[P, R]) -> Callable[P, R]:
+    """A function of the Python API, which raises ArgumentError for arguments that are not as it declares."""
+    name = function.__qualname__.removesuffix(".__init__")
+    signature, hints = inspect.signature(function), cache(lambda: get_type_hints(function, include_extras=True))
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            bound, problems = signature.bind(*args, **kwargs), list[Problem]()
+        except TypeError as error:
+            known = ", ".join(each for each in signature.parameters if each != "self")
+            raise ArgumentError(f"{name}: {error}; its arguments are {known}") from None
+        for each in [each for each in bound.arguments if each in hints()]:
+            bound.arguments[each] = _decode(hints()[each], bound.arguments[each], (each,), problems)
+        if problems:
+            raise ArgumentError(f"{name}: {'; '.join(map(str, problems))}")
+        return function(*bound.args, **bound.kwargs)
+
+    return called
+
+
+def typed_fields(cls: type[T]) -> type[T]:
+    """A dataclass of the Python API, which raises ArgumentError for fields that are not as it declares."""
+    cls.__init__ = typed(cls.__init__)  # type: ignore[method-assign]
+    return cls
+
+
 def _decode(hint: Any, value: Any, path: Path, problems: list[Problem]) -> Any:
     kind, parts, limit, keys = _parted(hint)
     if kind is Union:
         if value is None and NoneType in parts:
             return None
-        return _decode(next((part for part in parts if part is type(value)), parts[0]), value, path, problems)
+        own = [part for part in parts if part is not NoneType]
+        kinds = [part for part in own if _is_a(_parted(part)[0], value)] or own[: len(own) == 1]
+        if not kinds:
+            problems.append(Problem(path, f"is {_shown(value)}; it must be {_words(hint)}"))
+        return _decode(kinds[0], value, path, problems) if kinds else _WRONG
     if not ((limit.known or _is_a(kind, value)) and limit.holds(value)):
         near = near_name(value, limit.known) if isinstance(value, str) and len(value) > 3 else ""
-        problems.append(Problem(path, f"is {value!r:.60}; {near}it must be {_words(hint)}"))
+        problems.append(Problem(path, f"is {_shown(value)}; {near}it must be {_words(hint)}"))
         return _WRONG
     before = len(problems)
-    if isinstance(kind, type) and is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, Mapping):
         needed = [each.name for each in fields(kind) if each.default is each.default_factory is MISSING]
         values = _table(hints_of(kind), value, needed, path, problems)
         return kind(**values) if len(problems) == before else _WRONG
     if kind is tuple:
         each = [_decode(parts[0], one, (*path, k), problems) for k, one in enumerate(value)]
         return tuple(each) if len(problems) == before else _WRONG
-    if kind is Mapping:
+    if kind is Mapping and parts:
         return _table(dict.fromkeys(keys.names or value, parts[1]), value, keys.needed, path, problems)
     return value
 
@@ -152,19 +193,28 @@ def _parted(hint: Any) -> tuple[Any, tuple[Any, ...], Limit, Keys]:
 
 def _is_a(kind: Any, value: Any) -> bool:
     if kind is float:
-        return type(value) in (int, float) and abs(value) <= sys.float_info.max
-    if kind is Mapping or is_dataclass(kind):
-        return isinstance(value, Mapping)
-    return isinstance(value, list | tuple) if kind is tuple else type(value) is kind
+        is_number = isinstance(value, int | float) and type(value) is not bool
+        return is_number and abs(value) <= sys.float_info.max
+    if kind in _PLAIN:
+        return isinstance(value, list | tuple) if kind is tuple else type(value) is kind
+    kinds: Any = (kind, Mapping) if is_dataclass(kind) else kind
+    return kind is Any or isinstance(value, kinds)
+
+
+def _shown(value: Any) -> str:
+    """The value, or its type where Python shows no more of it than an address."""
+    text = f"{value!r:.60}"
+    return f"of type {type(value).__name__}" if " at 0x" in text or "<class" in text else text
 
 
 def _words(hint: Any) -> str:
     """What a value of a type must be."""
     kind, parts, limit, _ = _parted(hint)
     if kind is Union:
-        return _words(parts[0])
+        own = sorted((part for part in parts if part is not NoneType), key=lambda each: _parted(each)[0] not in _PLAIN)
+        return " or ".join(dict.fromkeys(map(_words, own)))
     if limit.known:
         return limit.words
     hints: Any = hints_of(kind) if is_dataclass(kind) else {}
     keys = ", ".join(key for each in hints.items() for key in _keys(*each))
-    return f"{_WORDS.get(kind, f'a table of {keys}' if keys else 'a table')} {limit.words}".rstrip()
+    return f"{_WORDS.get(kind, f'a table of {keys}' if keys else f'a {kind.__name__}')} {limit.words}".rstrip()

@@ -17,7 +17,7 @@ Q = TypeVar("Q", bound=Program)
 Check = Callable[[Any], list[str]]
 """Finds what is wrong with a program of the stage that a pass takes or returns: one line for each problem."""
 
-Watcher = Callable[["Pass[Any, Any]", Program, float], None]
+Watcher = Callable[[Any, Program, float], None]
 """Called after every pass with the pass, the program it returned and the seconds it took."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from splitc.ir.decode import at_least, one_of
+from splitc.ir.decode import at_least, one_of, typed_fields
 
 HOLDINGS = ("replicated", "sharded", "subnet")
 SYNCS = ("all_reduce", "late_multiply", "parameter_server", "average", "none")
@@ -56,6 +56,7 @@ class LayerPlacement(Placement):
         return self.group if self.holding == "sharded" and self.group else 1
 
 
+@typed_fields
 @dataclass(frozen=True)
 class Grouping:
     """The model-parallel groups of a role (SplitBrain 3): `size` ranks work on the examples of all of them.

@@ -8,13 +8,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
+from splitc.ir.decode import Limit
 from splitc.runtime.nested import tensors
 
+Floating = Annotated[torch.dtype, Limit(lambda dtype: dtype.is_floating_point, "of floating-point numbers")]
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
