@@ -21,7 +21,7 @@ from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.errors import PlacementError, bullets
 from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import digest
-from splitc.ir.decode import at_least, decode, more_than
+from splitc.ir.decode import Count, at_least, decode, more_than
 from splitc.ir.disk_cache import digest_of, is_off, keep, recall
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.placements import Placement
@@ -42,11 +42,11 @@ from splitc.passes.planner.search import NEAR
 from splitc.passes.planner.strategy import Strategy, strategy_named
 from splitc.runtime.transport.formats import AS_COMPUTED, EXACT, Wire
 
-_COUNT, _RANKS = Annotated[int, at_least(1)], Annotated[int, at_least(1, MOST_RANKS)]
+_RANKS = Annotated[int, at_least(1, MOST_RANKS)]
 _LIMITS = {
     "world": _RANKS,
-    "global_batch": _COUNT | None,
-    "accumulate": _COUNT,
+    "global_batch": Count | None,
+    "accumulate": Count,
     "memory": Annotated[float, more_than(0)] | None,
 }
 _NOT_READ = ("graph", "root", "evaluation", "outputs")  # of a program; the text of its graph is
@@ -212,11 +212,14 @@ class Place(Pass[Program, PlacedProgram]):
             return found
         most = self.cluster.world
         if most is not None and self.world > most:
-            found.append(f"{self.world} ranks were asked for, but cluster {self.cluster.name} has {most} devices")
+            found.append(
+                f"{self.world} ranks were asked for, but cluster {self.cluster.name} has {most} devices; take {most}"
+            )
         if self.wire.gradients != EXACT and (self.strategy.all_reduce or "backend") != "backend":
-            found.append(f"wire: a sum of {self.wire.gradients} gradients is not made by {self.strategy.all_reduce}")
+            why = f"wire: a sum of {self.wire.gradients} gradients is not made by {self.strategy.all_reduce}"
+            found.append(f"{why}; leave out all_reduce, or the format of gradients")
         if self.accumulate != 1 and getattr(self.strategy, "updates", None) == "every":
-            found.append(f"accumulate is {self.accumulate!r}, but {self.strategy} updates in every microbatch")
+            found.append(f"accumulate is {self.accumulate!r}, but {self.strategy} updates in every microbatch; take 1")
         return found
 
     def _request(self, program: Program) -> Request:

@@ -50,7 +50,8 @@ def bounded(
             break
         formats = {kind: name for kind in left if (name := getattr(best.plan.wire, kind)) != EXACT}
         if not formats:
-            raise PlacementError(f"wire_error: {changes}, not by less than {limit:g}; ask for finer formats")
+            finer = f"ask for finer formats, or wire_error={1.1 * found.error:.1e}"
+            raise PlacementError(f"wire_error: {changes}, not by less than {limit:g}; {finer}")
         alone = {kind: replace(AS_COMPUTED, **{kind: name}) for kind, name in formats.items()}
         errors = {k: measure(replace(best, plan=replace(best.plan, wire=w)), _ALONE).error for k, w in alone.items()}
         kind = max(errors, key=lambda kind: errors[kind])

@@ -33,7 +33,9 @@ def require_fewer(min_world: int, world: int) -> None:
     """Raise PlacementError unless a program for `world` ranks can have a ladder down to `min_world`."""
     if not 1 <= min_world < world:
         raise PlacementError(
-            f"min_world is {min_world}, and the world {world}: give at least 1, and fewer than {world}"
+            f"min_world is {min_world}, and the world {world}: give at least 1 and at most {world - 1}"
+            if world > 1
+            else f"min_world is {min_world}, and the world 1: take a world of {max(min_world, 1) + 1}"
         )
 
 

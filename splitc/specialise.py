@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial, reduce
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower
 from splitc.passes.share_forward import with_shared_forward
 from splitc.passes.use_plan import UsePlan
-from splitc.report.what_if import what_fits
+from splitc.report.feasible import what_fits
 from splitc.runtime.transport.formats import AS_COMPUTED, Wire
 
 
@@ -104,14 +104,19 @@ def specialise(
 ) -> LoweredProgram:
     """Decide a plan, or take the one given and price it on a cluster; rewrite a program into one for each role.
 
-    now: as in `analyse`.  A PlacementError for want of memory notes what would fit.
+    now: as in `analyse`.  A PlacementError notes the smallest change to the request with which there is a plan.
     """
+
+    def made(place: Place, program: Program) -> Plan:
+        changed = {each.name: getattr(place, each.name) for each in fields(Settings) if hasattr(place, each.name)}
+        return specialised(program, replace(settings, **changed), None, None, no_progress).plan
+
     try:
         return specialised(program, settings, plan, watch, now)
     except PlacementError as error:
-        now("looking for what would fit of")
+        now("looking for what would make a plan of")
         with under_autocast(program.root, program.autocast), suppress(TimeoutError):
-            if plan is None and (changes := what_fits(settings.place(), program)):
+            if plan is None and (changes := what_fits(settings.place(), program, made)):
                 error.add_note(changes)
         raise
 
@@ -125,7 +130,9 @@ def specialised(
         asked = place.cluster if isinstance(place, Place) else settings.cluster
         cluster = None if asked is None else load_cluster(asked)
         if plan is not None and cluster and plan.world > (cluster.world or plan.world):
-            raise PlacementError(f"the plan has {plan.world} ranks, but {cluster.name} has {cluster.world} devices")
+            raise PlacementError(
+                f"the plan has {plan.world} ranks, but {cluster.name} has {cluster.world}; compile anew"
+            )
         placed = run_pass(place, program, watch)
         is_kept = watch is None and any(each.plan.decided == placed.plan for each in kept)
         now("writing programs for")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import Field, asdict, dataclass, fields, replace
 from importlib import import_module
 from typing import Annotated, Any, ClassVar
 
 from splitc.errors import PlacementError
-from splitc.ir.decode import at_least, decode, hints_of, one_of
+from splitc.ir.decode import Count as Count
+from splitc.ir.decode import decode, hints_of, one_of
 from splitc.ir.names import near_name
 from splitc.ir.placements import ALL_REDUCES, SCHEDULES
 from splitc.ir.plan import Plan
@@ -27,7 +29,6 @@ from splitc.passes.planner.problem import Option
 from splitc.passes.planner.registry import STRATEGIES, name_and_options
 from splitc.passes.planner.request import Request
 
-Count = Annotated[int, at_least(1)]
 Flag = Annotated[bool, one_of(True, False)]
 
 
@@ -220,7 +221,15 @@ def parse_strategy(text: str | Strategy | type[Strategy]) -> Strategy:
         if not value:
             raise PlacementError(f"{cls.name}: {name} has no value; write {name}=1, for example")
         options[name] = _literal(value)
-    return cls(**options)
+    try:
+        return cls(**options)
+    except PlacementError as error:
+        for name in options:
+            with suppress(PlacementError):
+                fewer = cls(**{each: value for each, value in options.items() if each != name})
+                error.add_note(f"the smallest change of one part with which it can be asked for: strategy {fewer}")
+                break
+        raise
 
 
 def _literal(text: str) -> Any:

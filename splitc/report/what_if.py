@@ -1,4 +1,4 @@
-"""Plan a request again with more or less of something: where the choice flips, what fits, and what uses all ranks."""
+"""Plan a request again with more or less of something: where the choice flips, and what uses all ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from math import inf, sqrt
 from time import perf_counter
 
 from splitc import units
-from splitc.cost_models.memory.memory_check import require_memory_on
 from splitc.cost_models.simulation.timeline import Timeline, simulate
-from splitc.errors import PlacementError
+from splitc.errors import PlacementError, SplitcError
 from splitc.ir.cluster import Cluster
 from splitc.ir.plan import Plan
 from splitc.ir.program import PlacedProgram, Program
@@ -29,20 +28,22 @@ _FAR = 64  # times the bandwidth or the batch, for advice
 _PATIENCE = 30.0  # seconds, for what nobody asked for by name; the environment's SPLITC_ADVICE goes before it
 _MOST_MEMORY = 2**30  # times what a rank has
 
+Made = Callable[[Place, Program], Plan]
+
 
 @dataclass(frozen=True)
 class Quantity:
     """A number in a request that its plan depends on.
 
     now: its value.  text: a value in words.  whole: it is a whole number.  change: the request with another value.
-    exact: a plan must fit into memory as its step on fake tensors says, not as the planner adds it up.
+    made: the plan of a request.
     """
 
     name: str
     now: float
     text: Callable[[float], str]
     whole: bool
-    exact: bool
+    made: Made
     change: Callable[[float], tuple[Place, Program]]
     plans: dict[float, Plan | None] = field(default_factory=dict, repr=False)
 
@@ -50,18 +51,20 @@ class Quantity:
         """The plan that is chosen at a value; None when nothing fits."""
         if value not in self.plans:
             self.plans[value] = None
-            with suppress(PlacementError):
-                place, program = self.change(value)
-                placed = place.run(program)
-                if self.exact:
-                    require_memory_on(lower_unchecked(placed), place.cluster, place.memory)
-                self.plans[value] = placed.plan
+            with suppress(SplitcError):
+                self.plans[value] = self.made(*self.change(value))
         return self.plans[value]
 
     def least(self, reach: Iterable[float]) -> str:
         """Return the value nearest to it at which there is a plan, in words; "" if there is none."""
         found = self.boundary(lambda plan: plan is None, reach)
         return "" if found is None else self.text(found[1])
+
+    def nearest(self, factor: float) -> str:
+        """Return the value nearest to it, of 1 to `factor` times it, at which there is a plan, in words; or ""."""
+        reaches = [self.reach(1 / self.now), self.reach(min(factor, _FAR))]
+        found = [each for reach in reaches if (each := self.boundary(lambda plan: plan is None, reach))]
+        return self.text(min((at for _, at in found), key=lambda at: abs(at - self.now))) if found else ""
 
     def boundary(self, holds: Callable[[Plan | None], object], reach: Iterable[float]) -> tuple[float, float] | None:
         """Return the last value whose plan `holds` and the first whose does not, to 3 %, going along `reach`.
@@ -85,23 +88,36 @@ class Quantity:
         end, steps = self.now * factor, [2**k for k in range(64)]
         end = max(1, round(end)) if self.whole else end
         values = [self.now * step if end > self.now else self.now / step for step in steps]
-        if self.name == "world":  # near ones too, since they differ in what divides them
+        if (
+            self.name not in ("batch", "microbatches") and self.whole
+        ):  # near ones too, since they differ in what divides them
             values += [self.now + step if end > self.now else self.now - step for step in steps]
         low, high = sorted((self.now, end))
         within = (round(value) if self.whole else value for value in values if low <= value <= high)
         return sorted({end, *within} - {self.now}, reverse=end < self.now)
 
 
-def quantities(place: Place, program: Program, exact: bool = False, patience: float = inf) -> tuple[Quantity, ...]:
-    """Return bandwidth between hosts, batch, world, memory of a rank, and microbatches.
+def planned(place: Place, program: Program) -> Plan:
+    """The plan of a request, which fits as the planner adds memory up."""
+    return place.run(program).plan
 
-    exact: see `Quantity`.  patience: seconds after which a request with another value raises TimeoutError.
-    """
-    until = perf_counter() + patience
 
-    def at(name: str, value: object, program: Program = program) -> tuple[Place, Program]:
+def patient(made: Made) -> Made:
+    """`made`, which raises TimeoutError after half a minute, or SPLITC_ADVICE seconds."""
+    until = perf_counter() + _patience()
+
+    def timed(place: Place, program: Program) -> Plan:
         if perf_counter() > until:
             raise TimeoutError
+        return made(place, program)
+
+    return timed
+
+
+def quantities(place: Place, program: Program, made: Made = planned) -> tuple[Quantity, ...]:
+    """Return bandwidth between hosts, batch, world, memory of a rank, and microbatches.  made: see `Quantity`."""
+
+    def at(name: str, value: object, program: Program = program) -> tuple[Place, Program]:
         return replace(place, **{name: value}), program  # type: ignore[arg-type]
 
     def batch(value: float) -> tuple[Place, Program]:
@@ -115,11 +131,11 @@ def quantities(place: Place, program: Program, exact: bool = False, patience: fl
     cluster, of_batch = place.cluster, "a global batch of {:.0f}" if place.global_batch else "{:.0f} examples a reader"
     link, memory = cluster.link.bandwidth, place.memory or cluster.device_for(place.world).memory
     return (
-        Quantity("bandwidth", link, units.bandwidth, False, exact, lambda x: at("cluster", cluster.with_bandwidth(x))),
-        Quantity("batch", place.global_batch or program.batch, of_batch.format, True, exact, batch),
-        Quantity("world", place.world, "a world of {:.0f}".format, True, exact, lambda x: at("world", int(x))),
-        Quantity("memory", memory, units.nbytes, False, exact, lambda x: at("memory", x)),
-        Quantity("microbatches", 1, "microbatches={:.0f}".format, True, exact, parted),
+        Quantity("bandwidth", link, units.bandwidth, False, made, lambda x: at("cluster", cluster.with_bandwidth(x))),
+        Quantity("batch", place.global_batch or program.batch, of_batch.format, True, made, batch),
+        Quantity("world", place.world, "a world of {:.0f}".format, True, made, lambda x: at("world", int(x))),
+        Quantity("memory", memory, units.nbytes, False, made, lambda x: at("memory", x)),
+        Quantity("microbatches", 1, "microbatches={:.0f}".format, True, made, parted),
     )
 
 
@@ -206,7 +222,7 @@ def advice(place: Place, program: Program, plan: Plan) -> str:
     if not idle:
         return _alone(place, program, plan)
     found = [
-        (each, each.boundary(_idle, each.reach(_FAR))) for each in quantities(place, program, patience=_patience())[:2]
+        (each, each.boundary(_idle, each.reach(_FAR))) for each in quantities(place, program, patient(planned))[:2]
     ]
     changes = [f"from {each.text(limits[1])}" for each, limits in found if limits]
     changes += _accumulating(place, program)
@@ -250,20 +266,3 @@ def simulated_step(program: PlacedProgram, cluster: Cluster, accumulate: int | N
 def _idle(plan: Plan | None) -> int:
     """How many ranks have no work; without a plan one at least."""
     return 1 if plan is None else plan.world - len(set().union(*plan.all_roles.values()))
-
-
-# -- what fits ---------------------------------------------------------------------------------------------------------
-
-
-def what_fits(place: Place, program: Program) -> str:
-    """Return the smallest changes with which a request would fit; "" if memory is not all that it lacks.
-
-    Raises TimeoutError when that takes more than half a minute, or SPLITC_ADVICE seconds.
-    """
-    _, batch, world, memory, parts = quantities(place, program, True, _patience())
-    if memory.plan(memory.now * _MOST_MEMORY) is None:
-        return ""
-    ranks = min(8, (place.cluster.world or inf) / place.world)
-    changes = (each.least(each.reach(to)) for each, to in ((parts, 16), (world, ranks), (batch, 1 / batch.now)))
-    fitting = [f"{memory.least(memory.reach(_MOST_MEMORY))} a rank", *filter(None, changes)]
-    return f"memory is what is short: a rank has {memory.text(memory.now)}; it would fit with {', or '.join(fitting)}"

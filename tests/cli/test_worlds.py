@@ -93,7 +93,7 @@ def test_rungs_sum_as_many_batches_to_an_update_as_the_plan_of_all_ranks() -> No
 
 def test_a_ladder_that_goes_nowhere_is_refused() -> None:
     for least in (0, 4, 9):
-        with pytest.raises(PlacementError, match=f"min_world is {least}, and the world 4: give at least 1, and fewer"):
+        with pytest.raises(PlacementError, match=f"min_world is {least}, and the world 4: give at least 1 and at most"):
             program().ladder(least)
 
 
@@ -106,7 +106,7 @@ def test_compile_prints_what_losses_cost_and_refuses_a_ladder_before_the_model_i
     assert Path("build/worlds/2/launch.py").is_file()
     Path("broken.py").write_text("raise ValueError")
     done = splitc(capsys, "compile broken.py --world 3 --min-world 3")
-    assert (done.code, done.err) == (2, "splitc: min_world is 3, and the world 3: give at least 1, and fewer than 3\n")
+    assert (done.code, done.err) == (2, "splitc: min_world is 3, and the world 3: give at least 1 and at most 2\n")
 
 
 def test_inspect_shows_what_losses_cost_as_data_too(capsys: pytest.CaptureFixture[str], net: None) -> None:
