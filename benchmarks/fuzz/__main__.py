@@ -11,14 +11,17 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
 from tabulate import tabulate
 
+from benchmarks.fuzz.commands import Commands
 from benchmarks.fuzz.oracle import Judge
-from benchmarks.fuzz.subjects import Kind, Subjects
+from benchmarks.fuzz.subjects import PAIRS, Subjects
 
 
 def fuzz(folder: Path, examples: int, number: int = 0, only: Iterable[str] = ()) -> Judge:
@@ -30,13 +33,26 @@ def fuzz(folder: Path, examples: int, number: int = 0, only: Iterable[str] = ())
             warnings.simplefilter("ignore")
             for kind in Subjects(folder).kinds():
                 if not only or kind.name in only:
-                    _fuzz_kind(judge, kind, max(1, round(examples * kind.share)), number)
+                    count = max(1, round(examples * kind.share))
+                    run = kind.run
+                    _each(kind.inputs, count, number, lambda value: judge(kind.name, value, lambda: run(value)))  # noqa: B023
+                    print(f"{kind.name}: {judge.outcomes[kind.name]}, {len(judge.found)} classes", file=sys.stderr)
     finally:
         os.chdir(before)
     return judge
 
 
-def _fuzz_kind(judge: Judge, kind: Kind, examples: int, number: int) -> None:
+def fuzz_commands(folder: Path, examples: int, number: int = 0) -> Judge:
+    """Run so many commands in processes of their own; returns what was found."""
+    judge = Judge(folder)
+    commands = Commands(folder, judge)
+    _each(commands.inputs(PAIRS), examples, number, commands)
+    return judge
+
+
+def _each(inputs: SearchStrategy[Any], examples: int, number: int, call: Callable[[Any], object]) -> None:
+    """Call with so many inputs."""
+
     @seed(number)
     @settings(
         max_examples=examples,
@@ -45,12 +61,11 @@ def _fuzz_kind(judge: Judge, kind: Kind, examples: int, number: int) -> None:
         phases=[Phase.generate],
         suppress_health_check=[*HealthCheck],
     )
-    @given(kind.inputs)
+    @given(inputs)
     def one(value: object) -> None:
-        judge(kind.name, value, lambda: kind.run(value))
+        call(value)
 
     one()
-    print(f"{kind.name}: {judge.outcomes[kind.name]}, {len(judge.found)} classes of failures", file=sys.stderr)
 
 
 def main() -> int:
@@ -58,11 +73,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--command", type=int, metavar="N", help="only N inputs of commands, in processes of their own")
     parser.add_argument("--only", nargs="*", default=(), help="kinds of input")
     args = parser.parse_args()
     os.environ |= {"SPLITC_CACHE": "off", "SPLITC_ADVICE": "0"}
     with tempfile.TemporaryDirectory() as folder:
-        judge = fuzz(Path(folder).resolve(), args.examples, args.seed, args.only)
+        where = Path(folder).resolve()
+        if args.command:
+            judge = fuzz_commands(where, args.command, args.seed)
+        else:
+            judge = fuzz(where, args.examples, args.seed, args.only)
     rows = [[kind, *counts.values()] for kind, counts in judge.outcomes.items()]
     print(tabulate(rows, ["input", "works", "refused", "wrong"]))
     print(f"{sum(map(sum, (counts.values() for counts in judge.outcomes.values())))} examples")

@@ -7,6 +7,8 @@ import contextlib
 import io
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from benchmarks.fuzz.junk import junk, scalars, words
 from splitc.cli import main
 from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
+from splitc.ir.cluster import Cluster
+from splitc.passes.planner.strategy import Strategy
 
 _FILE = """import torch
 import torch.nn.functional as F
@@ -137,10 +141,13 @@ _PARTS = {
 @st.composite
 def model_files(draw: Any) -> str:
     """The text of a model file with one or two parts that are wrong."""
-    parts = {name: choices[0] for name, choices in _PARTS.items()}
-    for name in draw(st.lists(st.sampled_from([*_PARTS]), min_size=1, max_size=2)):
-        parts[name] = draw(st.sampled_from(_PARTS[name]))
-    return _FILE.format(**parts)
+    names = draw(st.lists(st.sampled_from([*_PARTS]), min_size=1, max_size=2))
+    return model_text({name: draw(st.sampled_from(_PARTS[name])) for name in names})
+
+
+def model_text(parts: dict[str, str]) -> str:
+    """The text of a model file with these parts, and valid ones for the others."""
+    return _FILE.format(**{name: choices[0] for name, choices in _PARTS.items()} | parts)
 
 
 def command(arguments: list[str]) -> None:
@@ -180,6 +187,51 @@ arguments = st.dictionaries(
 def compile_with(model: nn.Module, batch: tuple[Any, ...], given: dict[str, Any]) -> None:
     valid = {"world": 2, "example": (batch[0],), "target": batch[1], "loss": F.cross_entropy, "cluster": "v100-10gbe"}
     splitc.compile(model, **{**valid, "strategy": "data_parallel", **given})
+
+
+_ANY = st.one_of(
+    scalars,
+    junk,
+    st.sampled_from((object(), int, len, b"x", range(3), torch.zeros(2), torch.float32, nn.Linear, [nn.ReLU()], ...)),
+)
+calls = st.tuples(
+    st.sampled_from((*splitc.__all__, "verify", "rank", "ladder", "worker", "from_json", "batch")),
+    st.lists(st.tuples(st.integers(0, 30), _ANY), min_size=1, max_size=2),
+)
+"""A name of the Python API, and values for some of its arguments, by their positions."""
+
+
+def call(program: CompiledProgram, cluster: Cluster, batch: tuple[Any, ...], given: tuple[str, Any]) -> None:
+    """Call it with these values in place of valid ones."""
+    name, values = given
+    small = {"model": nn.Linear(2, 2), "world": 1, "loss": F.mse_loss, "cluster": "v100-10gbe"}
+    usual: dict[str, tuple[Any, dict[str, Any]]] = {
+        "compile": (splitc.compile, {**small, "example": torch.zeros(4, 2), "target": torch.zeros(4, 2)}),
+        "prepare": (splitc.prepare, {"model": nn.Linear(2, 2), "optimizer": torch.optim.SGD, "loss": None}),
+        "Cluster": (splitc.Cluster, vars_of(cluster)),
+        "Device": (splitc.Device, vars_of(cluster.device)),
+        "Link": (splitc.Link, vars_of(cluster.link)),
+        "Grouping": (splitc.Grouping, {"size": 2}),
+        "verify": (program.verify, {"steps": 1}),
+        "rank": (program.rank, {"rank": 0}),
+        "ladder": (program.ladder, {"min_world": 1}),
+        "worker": (program.worker, {"optimizer": torch.optim.SGD}),
+        "from_json": (splitc.Plan.from_json, {"text": program.plan.to_json()}),
+        "batch": (splitc.compile(**small).compile, {"batch": (torch.zeros(4, 2), torch.zeros(4, 2))}),  # type: ignore
+    }
+    if name not in usual:
+        kind = getattr(splitc, name)
+        if not (isinstance(kind, type) and issubclass(kind, Strategy)):
+            return  # an error, or what only splitc makes
+        usual[name] = kind, {}
+    function, arguments = usual[name]
+    known = [each for each in signature(function).parameters if each != "options"]
+    arguments |= {known[place % len(known)]: value for place, value in values if known}
+    function(**arguments)
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
 names = st.fixed_dictionaries(

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,11 @@ class Judge:
             self._wrong.append(f"SystemExit {error.code}")
         except Exception as error:
             self._wrong.append(_signature(type(error).__name__, error))
-        for wrong in dict.fromkeys(self._wrong):
+        self.note(kind, text, outcome, self._wrong)
+
+    def note(self, kind: str, text: object, outcome: str, wrongs: Iterable[str]) -> None:
+        """Count how an input ended: it works, is refused, or is wrong in these ways."""
+        for wrong in dict.fromkeys(wrongs):
             outcome, shown = "wrong", repr(text)
             number, before = self.found.get(f"{kind}: {wrong}", (0, shown))
             self.found[f"{kind}: {wrong}"] = number + 1, min(before, shown, key=len)

@@ -99,11 +99,11 @@ class Subjects:
         return [
             Kind(
                 "cluster",
-                0.27,
+                0.26,
                 mutated(clusters).map(_toml) | torn([_toml(each) for each in clusters]),
                 self.read_cluster,
             ),
-            Kind("plan", 0.27, junk.json_texts([json.loads(each) for each in self.plans]), self.read_plan),
+            Kind("plan", 0.26, junk.json_texts([json.loads(each) for each in self.plans]), self.read_plan),
             Kind("diff", 0.05, junk.json_texts([json.loads(each) for each in self.plans]), self.diff),
             Kind("options", 0.2, _COMMANDS, self.options),
             Kind("model file", 0.01, models.model_files(), lambda text: models.inspect(self.folder, text)),
@@ -113,6 +113,7 @@ class Subjects:
             Kind("batch", 0.08, _BATCHES, self.step),
             Kind("checkpoint", 0.04, st.tuples(st.integers(0, 5), torn(self.files), st.booleans()), self.resume),
             Kind("environment", 0.05, variables, self.environment),
+            Kind("API", 0.02, models.calls, lambda call: models.call(self.run_of_one, self.cluster, self.batch, call)),
         ]
 
     @cached_property
@@ -255,13 +256,13 @@ _VALUES = st.one_of(
     ),
     st.sampled_from(("v100-10gbe", "2", "4", "16GB", "bf16", "activations=int8", "1e-2", "4x1x4x4", "conv=fc", "5:80")),
 )
-_PAIRS = st.tuples(st.sampled_from(_FLAGS), _VALUES).map(lambda pair: [*pair])
+PAIRS = st.tuples(st.sampled_from(_FLAGS), _VALUES).map(lambda pair: [*pair])
 _COMMANDS = st.tuples(
     st.sampled_from(
         ("inspect", "explain", "compile", "simulate", "diff", "verify", "tune", "clusters", "example", "run")
     ),
     st.sampled_from((["net.py"], ["net.py", "--world", "2", "--cluster", "v100-10gbe"], [])),
-    st.lists(_PAIRS | shell_words.map(lambda word: [word]), max_size=4),
+    st.lists(PAIRS | shell_words.map(lambda word: [word]), max_size=4),
 ).map(lambda parts: [parts[0], *parts[1], *(word for pair in parts[2] for word in pair)])
 
 _REQUESTS = st.fixed_dictionaries(
@@ -318,7 +319,27 @@ def _sized(worker: Worker, batch: tuple[torch.Tensor, ...], given: Any) -> None:
     worker.step(*batch)
 
 
-_BATCHES = st.tuples(st.sampled_from((_step, _targets, _nested, _evaluated, _sized)), _OTHER)
+def _right(worker: Worker, batch: tuple[torch.Tensor, ...], given: Any) -> None:
+    """A valid step, of other numbers in another layout, and as many examples as it may have elsewhere."""
+    number, scale, layout, seed = given
+    torch.manual_seed(seed)
+    images = (scale * torch.randn_like(batch[0])).to(memory_format=layout)
+    loss = worker.step(images, torch.randint(3, (len(images),)))
+    assert loss.isfinite()
+    assert len(worker.predict(images)) == len(images)
+    worker.use_sizes([number])
+    worker.step(images[:number], batch[1][:number])
+    worker.evaluate(images[:number], batch[1][:number])
+
+
+_VALID = st.tuples(
+    st.integers(1, 4),
+    st.sampled_from((0.0, 1e-3, 1.0, 1e3)),
+    st.sampled_from((torch.channels_last, torch.contiguous_format)),
+    st.integers(0, 2**31),
+)
+_WRONG = st.tuples(st.sampled_from((_step, _targets, _nested, _evaluated, _sized)), _OTHER)
+_BATCHES = st.one_of(_WRONG, st.tuples(st.just(_right), _VALID))
 
 
 def _toml(data: Any) -> bytes:

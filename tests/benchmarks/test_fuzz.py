@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.fuzz import oracle
 from benchmarks.fuzz.__main__ import fuzz
+from benchmarks.fuzz.commands import Commands
 from benchmarks.fuzz.models import require_only_texts
 from benchmarks.fuzz.oracle import Judge
 from splitc.errors import InternalError, LaunchError
@@ -25,7 +26,7 @@ def test_five_hundred_inputs_are_taken_or_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_models_and_requests_are_taken_or_refused(tmp_path: Path) -> None:
-    judge = fuzz(tmp_path, 2000, only=["model file", "compile", "names", "request"])
+    judge = fuzz(tmp_path, 2000, only=["model file", "compile", "names", "request", "API"])
     assert not judge.found
 
 
@@ -71,3 +72,14 @@ def test_a_text_that_became_a_call_is_noticed() -> None:
     require_only_texts('''"""__import__('os').system('x')"""''')
     with pytest.raises(AssertionError, match="a text became a call"):
         require_only_texts('''""""""\n__import__("os").system("x")''')
+
+
+def test_a_process_that_writes_outside_of_its_folder_is_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    commands = Commands(folder, Judge(folder))
+    commands.watch()
+    code, text = commands.run(folder, ["-c", "open('inside', 'w'); open('../outside', 'w'); 1 / 0"])
+    assert code == 1 and "ZeroDivisionError" in text
+    (line,) = (folder / "log").read_text().splitlines()
+    assert line == f"open outside of the folder: {tmp_path / 'outside'}"
