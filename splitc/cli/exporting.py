@@ -12,7 +12,7 @@ import torch
 
 from splitc.cli.files import check_writable
 from splitc.errors import LaunchError
-from splitc.runtime.checkpoints.folders import Disks, newest
+from splitc.runtime.checkpoints.folders import Disks, found_in, newest
 from splitc.runtime.checkpoints.piece import Piece
 from splitc.runtime.checkpoints.storage import Saved
 from splitc.runtime.files import StateFile
@@ -29,7 +29,9 @@ def export(args: argparse.Namespace) -> int:
         raise LaunchError('--safetensors needs a package that is not installed; run: pip install "splitc[safetensors]"')
     name, path = args.checkpoint.name.partition("step-"), args.checkpoint
     folder, at = (path.parent, int(name[2])) if name[2].isdecimal() and not name[0] else (path, None)
-    (found,) = run_ranks(1, lambda alone: newest(Disks(alone, folder, [0], "", ""), at))
+    (found,) = run_ranks(
+        1, lambda alone: newest(there) if (there := found_in(Disks(alone, folder, [0], "", ""), at)) else None
+    )
     if found is None:
         raise LaunchError(f"{path}: there is no checkpoint; give the folder of a run, or one of its step-N")
     for problem in found[1]:

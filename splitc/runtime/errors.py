@@ -9,6 +9,8 @@ DONE, RESTART, STOP = 0, 1, 3
 # least number of ranks with which a run may go on.
 STOPPED_BY, COMMAND, MIN_WORLD = "stopped by ", "SPLITC_COMMAND", "SPLITC_MIN_WORLD"
 
+MEMORY, SHM = "SPLITC_MEMORY", "/dev/shm"  # names a folder in memory that is no process's; the usual one
+
 
 class SplitcError(Exception):
     """What splitc raises about the user's model, cluster, plan or launch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -148,18 +148,25 @@ class StageState:
         return part_of(tensor, self._own_rows.get(name))
 
     def is_writer(self, name: str) -> bool:
-        """Whether this rank is the one that writes its part of a tensor into a checkpoint.
+        """Whether this rank is the one that writes its part of a tensor into a checkpoint."""
+        return self.writers(name)[:1] == (self._rank,)
+
+    def writers(self, name: str, disks: Sequence[int] = ()) -> tuple[int, ...]:
+        """The ranks that write this rank's part of a tensor into a checkpoint: one, and one with it on another disk.
 
         Of the names of tied tensors the first that any rank holds counts; of buffers, which replicas may have unlike,
-        the first replica's.
+        the first replica's.  disks: that of each rank.
         """
         first = self.first_name(name)
         alias = self._alias[first]
         if name in self._copies or alias not in self._own_names:
-            return False
+            return ()
         ranks = self._holders[alias][self.shards.get(alias)]
-        which = 0 if name in self._buffers else zlib.crc32(first.encode()) % len(ranks)
-        return ranks[which] == self._rank
+        if name in self._buffers:
+            return ranks[:1]
+        which = zlib.crc32(first.encode()) % len(ranks)
+        writer, *others = ranks[which:] + ranks[:which]
+        return writer, *[rank for rank in others if disks and disks[rank] != disks[writer]][:1]
 
     def buffer_holders(self) -> dict[str, tuple[int, ...]]:
         """Buffer -> all ranks that hold it."""

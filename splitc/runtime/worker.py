@@ -168,8 +168,24 @@ class Worker(Training):
         self.recompute_statistics()
         self._checkpoints.save(Path(folder), {"steps": self._steps, "examples": self._examples}, keep, asynchronous)
 
+    def neighbour_copy(self, asynchronous: bool = True) -> None:
+        """Write a checkpoint into memory of hosts that is no process's; what one host alone has goes to the next too.
+
+        `resume` finds it when ranks, or a host, are lost; `close` removes it (Stanza 5.3).  asynchronous: as of `save`.
+        Where it fails rank 0 warns, once.  Raises LaunchError before the run has a checkpoint on disk.  Collective.
+        """
+        self.recompute_statistics()
+        self._checkpoints.copy({"steps": self._steps, "examples": self._examples}, asynchronous)
+
+    @property
+    def resumed_from(self) -> Path | None:
+        """The folder of the checkpoint that was resumed."""
+        return self._checkpoints.source
+
     def resume(self, folder: str | Path) -> int:
-        """Go on from the newest checkpoint in a folder; returns the steps made before it.  Collective.
+        """Go on from the newest checkpoint in a folder, or a newer copy of its run in memory; returns the steps made.
+
+        Collective.
 
         Under the same plan bit for bit; under another plan of the model, for any number of ranks, up to rounding.
         Raises LaunchError, on every rank and before anything is changed, when training cannot go on from it.
@@ -181,8 +197,8 @@ class Worker(Training):
         return self._steps
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written.  Raises its error.  Collective."""
-        self._checkpoints.wait()
+        """Wait for a checkpoint that is being written, and remove copies in memory.  Raises its error.  Collective."""
+        self._checkpoints.close()
         if self.live is not None:
             self.live.close()
 

@@ -54,9 +54,9 @@ class Contents:
         """The classes of this rank's optimizers."""
         return tuple(sorted({type(each).__name__ for each in self.optimizers.values()}))
 
-    def piece(self, name: str, tensor: Tensor) -> Piece:
+    def piece(self, name: str, tensor: Tensor, writers: tuple[int, ...] = ()) -> Piece:
         """The part of a tensor that this rank updates, of the parameter or of something in its shape."""
-        return Piece(tensor, *self.state.part(name))
+        return Piece(tensor, *self.state.part(name), writers)
 
     def section(self, name: str) -> str:
         """Where a checkpoint has a tensor of a stage."""
@@ -71,33 +71,37 @@ class Contents:
 
     # -- collect -------------------------------------------------------------------------------------------------------
 
-    def pieces(self, counts: Counts) -> dict[str, Any]:
-        """What this rank writes, in nested dicts by name.
+    def pieces(self, counts: Counts, disks: Sequence[int]) -> dict[str, Any]:
+        """What this rank writes, in nested dicts by name.  disks: that of each rank.
 
         Raises ValueError for what could not be read again without running code.
         """
         state, made = self.state, dict[str, Any](model={}, other={}, averages={})
         for name, tensor in state.unheld.items():
             made[self.section(name)][name] = Piece(tensor)
-        for name, tensor in named_tensors(state.stage).items():
-            if state.is_writer(name):
-                made[self.section(name)][state.first_name(name)] = self.piece(name, state.own_part(name, tensor))
+        disks = () if any(each.own_parameters for each in self.features) else disks  # replicas may be unlike
+        tensors = named_tensors(state.stage)
+        writers = {name: by for name in tensors if self.rank.index in (by := state.writers(name, disks))}
+        for name, by in writers.items():
+            part = state.own_part(name, tensors[name])
+            made[self.section(name)][state.first_name(name)] = self.piece(name, part, by)
         for name, tensor in self.averages().items():
-            if state.is_writer(name):
-                made["averages"][state.first_name(name)] = self.piece(name, tensor)
+            if name in writers:
+                made["averages"][state.first_name(name)] = self.piece(name, tensor, writers[name])
         full = {part: {name: p for name, p in own.items() if p.tensor.numel()} for part, own in made.items()}
         own = {str(self.rank.index): Piece(packed(self._own(counts)))}
-        return {**full, "optimizer": dict(self._optimizer_pieces()), "ranks": own}
+        return {**full, "optimizer": dict(self._optimizer_pieces(writers)), "ranks": own}
 
-    def _optimizer_pieces(self) -> Iterator[tuple[str, dict[str, Piece]]]:
+    def _optimizer_pieces(self, writers: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, dict[str, Piece]]]:
         for optimizer, _, name, parameter in self.optimized():
-            if self.state.is_writer(name):
+            if by := writers.get(name):
                 own = optimizer.state[parameter].items()
                 tensors = {k: t.to_dense() for k, t in own if isinstance(t, Tensor) and t.numel()}
-                yield (
-                    self.state.first_name(name),
-                    {k: self.piece(name, t) if t.shape == parameter.shape else Piece(t) for k, t in tensors.items()},
-                )
+                whole = parameter.shape
+                made = {
+                    k: self.piece(name, t, by) if t.shape == whole else Piece(t, writers=by) for k, t in tensors.items()
+                }
+                yield self.state.first_name(name), made
 
     def shared(self) -> tuple[Any, ...]:
         """What this rank gives to what all need: kinds of optimizers, options of groups, numbers by parameter, objects.

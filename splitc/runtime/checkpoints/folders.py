@@ -4,17 +4,18 @@
     run/step-000030.*.partial/  one that is being written, or was when its process was killed
 
 Ranks that see the same folder share a disk.  A checkpoint gets its name when all disks have their files.  Where there
-are several disks, each file is on two of them, so that losing a disk loses nothing (Stanza 5.3).
+are several disks, each file is on two of them, so that losing a disk loses nothing (Stanza 5.3).  Memory of a host that
+is no process's serves as a disk too.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
+import stat
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +49,8 @@ def named(step: int) -> str:
 class Disks:
     """Which ranks see the same folder for checkpoints.
 
-    of: rank -> the rank that stands for its disk.  start: of this process, in the names of what it has not completed.
+    of: rank -> the rank that stands for its disk, or for the memory of its host.
+    start: of this process, in the names of what it has not completed.
     run: of which checkpoints are written.  known: the owners of those that may be replaced.
     """
 
@@ -69,26 +71,56 @@ class Disks:
         """The ranks that stand for a disk each."""
         return sorted(set(self.of))
 
-    def _partner(self, rank: int, step: int) -> int | None:
-        """A rank of another disk, chosen at random, that keeps a copy of a rank's file; None where there is none."""
-        others = [other for other, disk in enumerate(self.of) if disk != self.of[rank]]
-        return random.Random(f"{step} {rank}").choice(others) if others else None
-
     def partial(self, step: int) -> Path:
         """The folder of a checkpoint that is being written."""
         return self.folder / f"{named(step)}.{self.start}.partial"
 
-    def copy(self, path: Path, step: int) -> None:
-        """Copy each rank's file to another disk, and what describes them to all, if there are several.  Collective."""
-        if len(self.stand) > 1:
-            for rank in self.stand:
-                if rank != self.of[0]:
-                    self.send(path / METADATA, 0, rank)
-                    self.send(path / MANIFEST, 0, rank)
-            for rank in range(self.transport.world):
-                if (partner := self._partner(rank, step)) is not None:
-                    self.send(path / f"__{rank}_0.distcp", rank, partner)
-            self.transport.barrier()
+    def spread(self, path: Path, manifest: Manifest, whole: Sequence[str], least: int) -> list[str]:
+        """Send the files of a checkpoint until each is on `least` disks, in the order of these.  Collective.
+
+        whole: those that this rank knows to be on its disk.  Returns those that no disk has whole; then none is sent.
+        Raises LaunchError, on every rank and before any is sent, where a disk has no room.
+        """
+        transport, there = self.transport, dict[str, dict[int, int]]()  # file -> disk -> bytes
+        every = transport.all_gather_objects({name: (path / name).stat().st_size for name in whole})
+        for disk, sizes in zip(self.of, every, strict=True):
+            for name, nbytes in sizes.items():
+                there.setdefault(name, {})[disk] = nbytes
+        if missing := sorted(manifest.files.keys() - there.keys()):
+            return missing
+        moves: list[tuple[Path, int, int, int]] = []
+        for name, on in sorted(there.items()):
+            first = self.stand.index(min(on))
+            others = [disk for disk in self.stand[first:] + self.stand[:first] if disk not in on]
+            moves += [(path / name, max(on.values()), min(on), disk) for disk in others[: max(0, least - len(on))]]
+
+        def make_room() -> None:
+            if transport.rank in self.stand:
+                path.mkdir(exist_ok=True)
+                if Manifest.of(path) != manifest:
+                    manifest.write(path)
+            for file, nbytes, _, disk in moves:
+                if disk == transport.rank:
+                    with _aside(file).open("wb") as empty:
+                        if hasattr(os, "posix_fallocate"):  # a full disk would end what writes into the map of a file
+                            os.posix_fallocate(empty.fileno(), 0, nbytes)
+
+        attempt(transport, f"{path}: no room", make_room)
+        works = []
+        for file, nbytes, source, disk in moves:
+            if transport.rank in (source, disk):
+                own = file if transport.rank == source else _aside(file)
+                data = torch.from_file(str(own), transport.rank == disk, nbytes, dtype=torch.uint8)
+                for part in data.split(AT_ONCE):
+                    sends = transport.rank == source
+                    works.append(transport.isend(part, disk) if sends else transport.irecv(part, source))
+        for work in works:
+            work.wait()
+        for file, _, _, disk in moves:
+            if disk == transport.rank:
+                _aside(file).replace(file)
+        transport.barrier()
+        return []
 
     def complete(self, step: int, keep: int) -> None:
         """Give a checkpoint its name, then remove all but the last `keep`.  Collective.
@@ -127,32 +159,23 @@ class Disks:
         title = f"{path}: written, but the checkpoints before it could not be removed"
         attempt(self.transport, title, tidy if stands else lambda: None)
 
-    def send(self, path: Path, src: int, dst: int) -> None:
-        """Copy a file from one rank's disk to that of another, to the path that this one gives.  Others do nothing."""
-        transport = self.transport
-        if transport.rank == src:
-            nbytes = path.stat().st_size
-            transport.isend(torch.tensor([nbytes]), dst).wait()
-            for part in torch.from_file(str(path), size=nbytes, dtype=torch.uint8).split(AT_ONCE):
-                transport.isend(part, dst).wait()
-        elif transport.rank == dst:
-            size, aside = torch.zeros(1, dtype=torch.int64), path.with_name(f"{path.name}.partial")
-            transport.irecv(size, src).wait()
-            path.parent.mkdir(exist_ok=True)
-            for part in torch.from_file(str(aside), True, int(size), dtype=torch.uint8).split(AT_ONCE):
-                transport.irecv(part, src).wait()
-            aside.replace(path)
 
-
-def find_disks(transport: Transport, folder: Path) -> Disks:
+def find_disks(transport: Transport, folder: Path, is_private: bool = False) -> Disks:
     """Find which ranks share a folder, which is made where there is none.  Collective.
 
+    is_private: this user alone may use it, and the folder around it is there.
     Raises LaunchError, on every rank, where the folder cannot be written to, or holds something else.
     """
     token = transport.broadcast_object(uuid.uuid4().hex[:8])
     mark = folder / f".disk-{token}"
 
     def claim() -> None:
+        if is_private:
+            with suppress(FileExistsError):
+                folder.mkdir(0o700)
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
+                raise PermissionError("others have access to it; remove it")
         folder.mkdir(parents=True, exist_ok=True)
         if others := sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name)):
             raise FileExistsError(f"{others[0]} is no checkpoint of a run; give a folder of its own")
@@ -172,29 +195,42 @@ def steps_in(folder: Path) -> dict[int, Path]:
     return {int(found[1]): path for path in there if (found := _STEP.fullmatch(path.name))}
 
 
-def newest(disks: Disks, at: int | None = None) -> tuple[Path, list[str]] | None:
-    """The newest whole checkpoint, all of it on this rank's disk now, and what is wrong with later ones.  Collective.
+Found = Mapping[int, tuple[Disks, Manifest | None]]
+"""Steps -> where the checkpoint after them is, and what it says of itself."""
 
-    at: the number of its steps, None: any.  None where there is no checkpoint.
-    Raises LaunchError, on every rank, where none is whole, or they are of several runs.
+
+def found_in(disks: Disks, at: int | None = None) -> Found:
+    """The checkpoints that any rank has.  Collective.
+
+    at: the number of their steps, None: any.
+    Raises LaunchError, on every rank, where they are of several runs.
     """
-    own = {step: path for step, path in steps_in(disks.folder).items() if at in (None, step)}
-    tables = disks.transport.all_gather_objects({step: Manifest.of(path) for step, path in own.items()})
-    manifests = {step: each for table in reversed(tables) for step, each in table.items() if each}
-    if len(runs := {each.run: named(step) for table in tables for step, each in table.items() if each}) > 1:
+    own = {step: Manifest.of(path) for step, path in steps_in(disks.folder).items() if at in (None, step)}
+    every = [pair for table in reversed(disks.transport.all_gather_objects(own)) for pair in table.items()]
+    if len(runs := {each.run: named(step) for step, each in every if each}) > 1:
         raise LaunchError(
             f"{disks.folder} holds {' and '.join(runs.values())} of different runs; name the one to resume"
         )
+    return {step: (disks, each) for step, each in sorted(every, key=lambda pair: pair[1] is not None)}
+
+
+def newest(found: Found) -> tuple[Path, list[str]]:
+    """The newest whole checkpoint, all of it on this rank's disk now, and what is wrong with later ones.  Collective.
+
+    Raises LaunchError, on every rank, where none is whole.
+    """
     problems: list[str] = []
-    for step in sorted({step for table in tables for step in table}, reverse=True):
-        path = own.get(step, disks.folder / named(step))
-        wrong = _brought(disks, path, manifests[step]) if step in manifests else [f"{MANIFEST} (new in this version)"]
+    for step in sorted(found, reverse=True):
+        disks, manifest = found[step]
+        path = steps_in(disks.folder).get(step, disks.folder / named(step))
+        try:
+            wrong = _brought(disks, path, manifest) if manifest else [f"{MANIFEST} (new in this version)"]
+        except LaunchError as error:
+            wrong = [str(error)]
         if not wrong:
             return path, problems
         problems.append(f"{path.name}: missing or damaged: {', '.join(wrong)}")
-    if problems:
-        raise LaunchError(bullets(f"{disks.folder}: no checkpoint is whole on these disks:", problems))
-    return None
+    raise LaunchError(bullets(f"{disks.folder}: no checkpoint is whole on these disks:", problems))
 
 
 def _brought(disks: Disks, path: Path, manifest: Manifest) -> list[str]:
@@ -204,17 +240,9 @@ def _brought(disks: Disks, path: Path, manifest: Manifest) -> list[str]:
     """
     beside = [rank for rank, disk in enumerate(disks.of) if disk == disks.of[disks.transport.rank]]
     part = sorted(manifest.files)[beside.index(disks.transport.rank) :: len(beside)]
-    there: dict[int, set[str]] = {disk: set() for disk in disks.stand}
     whole = [name for name in part if 0 <= checksum(path / name) == manifest.files[name]]
-    for disk, names in zip(disks.of, disks.transport.all_gather_objects(whole), strict=True):
-        there[disk].update(names)
-    if missing := sorted(manifest.files.keys() - set().union(*there.values())):
-        return missing
-    for name in sorted(manifest.files):
-        source = next(disk for disk, names in there.items() if name in names)
-        for disk in (disk for disk, names in there.items() if name not in names):
-            disks.send(path / name, source, disk)
-    if disks.transport.rank in disks.stand and Manifest.of(path) != manifest:
-        manifest.write(path)
-    disks.transport.barrier()
-    return []
+    return disks.spread(path, manifest, whole, len(disks.stand))
+
+
+def _aside(file: Path) -> Path:
+    return file.with_name(f"{file.name}.partial")

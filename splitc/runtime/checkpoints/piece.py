@@ -18,9 +18,14 @@ from ..spec import Shard
 class Piece:
     """A part of a tensor of shape `whole`, which begins at `offsets`."""
 
-    def __init__(self, tensor: Tensor, shard: Shard | None = None, size: int = 0) -> None:
-        """shard: the part of the whole that `tensor` is, None: all of it.  size: of the whole along the shard's dim."""
-        self.tensor = tensor.detach()
+    def __init__(
+        self, tensor: Tensor, shard: Shard | None = None, size: int = 0, writers: tuple[int, ...] = ()
+    ) -> None:
+        """shard: the part of the whole that `tensor` is, None: all of it.  size: of the whole along the shard's dim.
+
+        writers: the ranks that write it, each to its disk; (): the one that has it.
+        """
+        self.tensor, self.writers = tensor.detach(), writers
         self.whole, self.offsets = tensor.shape, torch.Size([0] * tensor.dim())
         if shard is not None and tensor.dim():
             self.whole = torch.Size(size if d == shard.dim else n for d, n in enumerate(tensor.shape))
@@ -28,7 +33,7 @@ class Piece:
 
     def copied(self) -> Piece:
         """The same part, as a copy on the CPU that later steps leave alone."""
-        made = Piece(self.tensor.to("cpu", copy=True))
+        made = Piece(self.tensor.to("cpu", copy=True), writers=self.writers)
         made.whole, made.offsets = self.whole, self.offsets
         return made
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,12 +18,12 @@ from typing import Any
 
 import torch
 
-from ..errors import LaunchError
+from ..errors import MEMORY, SHM, LaunchError
 from ..transport.base import Transport
 from ..whole_state import attempt
 from . import restore
 from .contents import Contents, Counts
-from .folders import Disks, find_disks, newest, steps_in
+from .folders import Disks, find_disks, found_in, newest, steps_in
 from .manifest import owner
 from .piece import Piece
 from .storage import Collect, Collected, Saved, write
@@ -38,6 +40,10 @@ class Checkpoints:
         self._disks: dict[Path, Disks] = {}
         self._run = ""
         self._known: set[tuple[str, ...]] = set()
+        self._saved = -1  # steps of the checkpoint that was begun last
+        self._is_copy = self._is_told = False  # whether the one being written is in memory; whether one could not be
+        self.memory, self._copies = Path(os.environ.get(MEMORY, SHM)), Path()  # of this host; the run's folder there
+        self.source: Path | None = None
         self._states: dict[str, Any] = {}  # of objects that are not registered yet
 
     def register(self, name: str, value: Any) -> None:
@@ -56,18 +62,45 @@ class Checkpoints:
         if type(keep) is not int or keep < 1:
             raise LaunchError(f"keep={keep!r}: give the number of checkpoints to keep, at least 1")
         self.wait()
+        disks = self._disks[folder] = self._disks.get(folder) or find_disks(self._contents.rank.by_hosts(), folder)
+        self._run = disks.run = self._run or disks.run
+        self._write(disks, counts, keep, asynchronous)
+
+    def copy(self, counts: Counts, asynchronous: bool) -> None:
+        """Write a checkpoint into the memory of hosts, in place of the one there, unless one of this step was begun.
+
+        Where that fails rank 0 warns, once, and training goes on.
+        """
+        if not self._run:
+            raise LaunchError("a copy in memory is of a run: save a checkpoint of it, or resume it, first")
+        self.wait()
+        if self._saved == counts["steps"]:
+            return
+        self._copies, hosts = self.memory / f"splitc-{self._run}", self._contents.rank.by_hosts()
+        try:
+            disks = self._disks.get(self._copies) or find_disks(hosts, self._copies, is_private=True)
+            self._disks[self._copies], disks.run, self._is_copy = disks, self._run, True
+            self._write(disks, counts, 1, asynchronous)
+        except LaunchError as error:
+            self._tell(error)
+
+    def _tell(self, error: LaunchError) -> None:
+        if not self._is_told and self._transport.rank == 0:
+            warnings.warn(f"{error}\ntraining goes on, and tries again at the next copy into memory", stacklevel=4)
+        self._is_told = True
+
+    def _write(self, disks: Disks, counts: Counts, keep: int, asynchronous: bool) -> None:
+        self._saved = counts["steps"]
         if asynchronous and self._writer is None:
             self._side_group, device = self._transport.side_group(), self._transport.device
             begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
             self._writer = ThreadPoolExecutor(1, "checkpoint", begin)
-        disks = self._disks[folder] = self._disks.get(folder) or find_disks(self._contents.rank.by_hosts(), folder)
-        self._run = disks.run = self._run or disks.run
         self._known.add((disks.run, disks.start))
         disks.known = self._known
-        attempt(self._transport, f"{folder}: no checkpoint was written", disks.foreign)
+        attempt(self._transport, f"{disks.folder}: no checkpoint was written", disks.foreign)
 
         def collect() -> Collected:
-            return Collected(self._contents.pieces(counts), self._contents.shared())
+            return Collected(self._contents.pieces(counts, disks.of), self._contents.shared())
 
         combine = partial(self._contents.run, counts=counts)
         if not asynchronous or self._side_group is None or self._writer is None:
@@ -76,18 +109,32 @@ class Checkpoints:
         self._writing = self._writer.submit(
             write, replace(disks, transport=self._side_group), counts["steps"], _taken(collect), combine, keep
         )
-        if self._transport.rank == 0:
+        if self._transport.rank == 0 and not self._is_copy:
             self._writing.add_done_callback(tell)
 
     def wait(self) -> None:
         """Return when the checkpoint that is being written is complete.  Raises its error."""
-        if (writing := self._writing) is not None:
-            self._writing = None
-            writing.result()
+        writing, is_copy, self._writing, self._is_copy = self._writing, self._is_copy, None, False
+        if writing is not None:
+            try:
+                writing.result()
+            except LaunchError as error:
+                if not is_copy:
+                    raise
+                self._tell(error)
+
+    def close(self) -> None:
+        """Wait, and remove what is in the memory of hosts."""
+        self.wait()
+        if self._copies != Path():
+            self._transport.barrier()
+            shutil.rmtree(self._copies, ignore_errors=True)
+            self._disks.pop(self._copies, None)
 
     def resume(self, folder: Path) -> Mapping[str, int]:
         """Take over the newest checkpoint of a run, or that of one step if `folder` is one; returns its counts.
 
+        The newest may be in the memory of hosts; what is there else is removed.
         Raises LaunchError, on every rank and before anything is changed, when training cannot go on from it.
         """
         self.wait()
@@ -95,10 +142,18 @@ class Checkpoints:
         folder = folder.parent if at else folder
         hosts, step = self._contents.rank.by_hosts(), int(at[1]) if at else None
         there = any(hosts.all_gather_objects(folder.is_dir()))
-        found = newest(find_disks(hosts, folder), step) if there else None
-        if found is None:
+        found = found_in(find_disks(hosts, folder), step) if there else {}
+        if not found:
             raise LaunchError(f"{folder} has no checkpoint{f' after step {step}' if at else ''}")
-        path, passed = found
+        run_id = next((each.run for _, each in found.values() if each), "")
+        copies = self.memory / f"splitc-{run_id}"
+        if at is None and any(hosts.all_gather_objects(copies.is_dir())):
+            found, self._copies = {**found_in(find_disks(hosts, copies, is_private=True)), **found}, copies
+        path, passed = newest(found)
+        self.source = path.parent
+        if self.source != copies:
+            shutil.rmtree(copies, ignore_errors=True)
+            self._disks.pop(copies, None)
         if passed and self._transport.rank == 0:
             warnings.warn(f"{folder}: {'; '.join(passed)}; {path.name} is taken instead", stacklevel=3)
         opened: list[Any] = []
@@ -116,9 +171,8 @@ class Checkpoints:
             lambda: self._states.update(restore.restore(self._contents, saved, run)),
         )
         self._run = owner(path)[0]
-        self._known |= {
-            each for each in map(owner, steps_in(folder).values()) if each[0] == self._run or len(each) == 1
-        }
+        owners = [owner(each) for there in {folder, self.source} for each in steps_in(there).values()]
+        self._known |= {each for each in owners if each[0] == self._run or len(each) == 1}
         averaged = any(self._transport.all_gather_objects(bool(self._contents.averages())))
         for text in self._unlike(saved, run, averaged) if self._transport.rank == 0 else ():
             warnings.warn(text, stacklevel=3)

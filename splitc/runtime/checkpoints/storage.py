@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..errors import LaunchError, bullets
@@ -75,32 +75,47 @@ def write(disks: Disks, step: int, collect: Collect, combine: Combine, keep: int
         path.mkdir(parents=True, exist_ok=True)
         planner.set_up_planner(pieces)
         writer.set_up_storage_writer(transport.rank == 0)
-        others = [SavePlan([])] * transport.rank
-        plan = writer.prepare_global_plan([*others, planner.create_local_plan()])[-1]  # which names the rank's file
-        results = writer.write_data(planner.finish_plan(plan), planner).value()
-        return plan, results, {name: checksum(path / name) for name in {r.storage_data.relative_path for r in results}}
+        plan, files = planner.create_local_plan(), dict[tuple[int, ...], list[WriteItem]]()
+        for item in sorted(plan.items, key=lambda each: each.index.fqn):  # so that all that write a file write the same
+            files.setdefault(planner.state_dict[item.index.fqn].writers or (transport.rank,), []).append(item)
+        own, results, sums = list[WriteItem](), list[WriteResult](), dict[str, int]()
+        for ranks, items in files.items():
+            prefix = _StoragePrefix(f"__{'-'.join(map(str, ranks))}_")
+            made = writer.write_data(replace(plan, items=items, storage_data=prefix), planner).value()
+            sums |= {name: checksum(path / name) for name in {each.storage_data.relative_path for each in made}}
+            if ranks[0] == transport.rank:
+                own, results = own + items, results + made
+        return replace(plan, items=own), results, sums
 
     planner, writer = _SavePlanner(), FileSystemWriter(path)
     written, problem = _tried(transport.rank, write_own) if not problem else (None, problem)
     every = transport.gather_objects((written, problem))
-    problems = [each for _, each in every or () if each]
+    problems, manifest = [each for _, each in every or () if each], None
     if every is not None and not problems:
 
-        def write_metadata() -> None:
+        def write_metadata() -> Manifest:
             plans, results, sums = zip(*(written for written, _ in every), strict=True)
             metadata = planner.create_global_plan(list(plans))[1]  # checks that pieces make wholes
             writer.finish(metadata, list(results))
-            files = {METADATA: checksum(path / METADATA), **{name: own[name] for own in sums for name in own}}
-            Manifest(disks.run, disks.start, files).write(path)
+            named = zip(({each.storage_data.relative_path for each in own} for own in results), sums, strict=True)
+            files = {name: own[name] for names, own in named for name in names}
+            return Manifest(disks.run, disks.start, {METADATA: checksum(path / METADATA), **files})
 
-        problems = [each for _, each in [_tried(0, write_metadata)] if each]
-    if problems := transport.broadcast_object(problems):
-        free = shutil.disk_usage(disks.folder).free
-        room = f" (its disk is full: {free / 1e6:.0f} MB are left)" * (free < _FULL)  # torch does not say so
-        shutil.rmtree(path, ignore_errors=True)
-        raise LaunchError(bullets(f"{disks.folder}: no checkpoint was written{room}:", problems))
-    disks.copy(path, step)
-    disks.complete(step, keep)
+        manifest, problem = _tried(0, write_metadata)
+        problems = [problem] * bool(problem)
+    try:
+        problems, manifest = transport.broadcast_object((problems, manifest))
+        if problems or manifest is None or written is None:
+            free = shutil.disk_usage(disks.folder).free
+            room = f" (its disk is full: {free / 1e6:.0f} MB are left)" * (free < _FULL)  # torch does not say so
+            raise LaunchError(bullets(f"{disks.folder}: no checkpoint was written{room}:", problems))
+        whole = [name for name, value in written[2].items() if manifest.files[name] == value]
+        disks.spread(path, manifest, [*whole, METADATA] if transport.rank == 0 else whole, 2)
+        disks.complete(step, keep)
+    except LaunchError:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def _tried(rank: int, call: Callable[[], Result]) -> tuple[Result | None, str]:

@@ -5,12 +5,28 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import os
 import re
 from pathlib import Path
 
-from ..errors import LaunchError
+from ..errors import MEMORY, SHM, LaunchError
 
 EVERY = 100  # steps between checkpoints, unless given
+
+
+def copies_every(within: int, cycle: int) -> tuple[int, bool]:
+    """The steps from one copy in memory to the next, so that `within` steps are lost at most, and whether it has these.
+
+    Else training waits for it.  cycle: the steps of an update, or of a round, within which nothing can be copied.
+    Raises LaunchError where they are more.
+    """
+    if cycle > within:
+        raise LaunchError(
+            f"--neighbour-copy {within}: nothing can be copied within the {cycle} steps of an update, or of a round; "
+            f"give at least {cycle}"
+        )
+    every = max(1, within // (2 * cycle)) * cycle
+    return every, 2 * every <= within
 
 
 def positive(text: str) -> int:
@@ -51,6 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help=f"default: checkpoints; without --save-every each {EVERY} steps",
     )
+    copied = "a lost rank or host costs K steps at most: a checkpoint every K/2 in memory of each host and of the next"
+    add("--neighbour-copy", type=positive, metavar="K", help=copied)
     finite = "what a loss or gradient that is not finite does: end the run, or leave its update out"
     add("--check-finite", choices=("stop", "skip"), help=finite)
     add("--check-replicas", type=positive, metavar="N", help="compare what several ranks hold every N steps")
@@ -63,7 +81,7 @@ def use_checkpoints(args: argparse.Namespace, restarts: int) -> None:
 
     saves: whether there are any.
     """
-    args.saves = bool(args.save_every or args.checkpoints or restarts)
+    args.saves = bool(args.save_every or args.checkpoints or restarts or args.neighbour_copy)
     args.checkpoints = args.checkpoints or Path("checkpoints")
     args.resume = args.resume or restarts > 0
 
@@ -80,6 +98,9 @@ def check_options(args: argparse.Namespace) -> None:
         raise LaunchError(f"--lr {args.lr}: give a learning rate of at least 0")
     if args.epochs is not None and args.data is None:
         raise LaunchError("--epochs needs --data MODULE:FUNCTION that gives a Dataset; synthetic batches have no end")
+    memory = os.environ.get(MEMORY, SHM)
+    if args.neighbour_copy and not getattr(args, "hosts", None) and not os.access(memory, os.W_OK):
+        raise LaunchError(f"--neighbour-copy: no folder {memory} to write to; name another one in memory by {MEMORY}")
     there = sorted(path.name for path in args.checkpoints.glob("step-*[0-9]")) if args.saves else []
     if there and not args.resume:
         raise LaunchError(
