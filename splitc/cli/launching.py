@@ -21,7 +21,7 @@ from splitc.errors import LaunchError
 from splitc.ir.names import near_name
 from splitc.ir.plan import Plan
 from splitc.runtime.errors import COMMAND, MIN_WORLD, RESTART
-from splitc.runtime.launch.options import add_options, check_options, positive, use_checkpoints
+from splitc.runtime.launch.options import add_options, check_options, copies_every, positive, use_checkpoints
 
 Smaller = Mapping[int, tuple[Path, str]]
 """Number of ranks -> the build for it, and the hash of its plan."""
@@ -37,6 +37,8 @@ def launch(folder: Path, arguments: Sequence[str]) -> int:
     own, others = _own_options().parse_known_args(arguments)
     if "launch.main(" in script.read_text(encoding="utf-8", errors="replace"):  # else it is the user's own
         args = _check_arguments(arguments)
+        if args.neighbour_copy:
+            copies_every(args.neighbour_copy, plan.accumulate * plan.period)
         if args.measure or args.measured:
             from splitc.cli.measuring import measure
 

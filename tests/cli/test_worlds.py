@@ -192,6 +192,19 @@ def test_a_min_world_that_changes_nothing_is_refused_before_a_process_starts(bui
             launching.launch(folder, ["--hosts", "a,b", "--restarts", "2", "--min-world", least])
 
 
+def test_copies_in_memory_that_cannot_be_made_are_refused_before_a_process_starts(
+    build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = program("local_sgd(period=4)").save(tmp_path / "rounds")
+    with pytest.raises(LaunchError, match=r"--neighbour-copy 3: nothing can be copied within the 4 .* at least 4"):
+        launching.launch(rounds, ["--neighbour-copy", "3"])
+    monkeypatch.setenv("SPLITC_MEMORY", "/nowhere")
+    with pytest.raises(
+        LaunchError, match="--neighbour-copy: no folder /nowhere to write to; name another one in memory"
+    ):
+        launching.launch(build, ["--neighbour-copy", "3"])
+
+
 def test_launch_scripts_that_train_otherwise_are_refused(tmp_path: Path) -> None:
     build = program().save(tmp_path / "build", min_world=3)
     script = build / "launch.py"
@@ -232,7 +245,7 @@ def test_four_ranks_lose_one_go_on_as_three_and_as_four_when_it_is_back_and_trai
         monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
     monkeypatch.setattr(hosts_module, "_LOOK", 0.3)
     worlds.stand_in_for_ssh(tmp_path, home)
-    options = ["--hosts", ",".join(HOSTS), "--restarts", "1", "--min-world", "2", "--save-every", "3"]
+    options = ["--hosts", ",".join(HOSTS), "--restarts", "1", "--min-world", "2", "--neighbour-copy", "4"]
     state = trained(home, build, [*options, "--checkpoints", str(tmp_path / "run")], monkeypatch)
     out, err = capfd.readouterr()
     assert "splitc: --hosts: 127.0.0.2: ssh: connect to host 127.0.0.2: No route to host\n" in err, err
@@ -240,7 +253,9 @@ def test_four_ranks_lose_one_go_on_as_three_and_as_four_when_it_is_back_and_trai
     assert err.count("splitc: hosts are back: all ranks stop, and more go on\n") == 1
 
     lost, back = map(int, re.findall(r"^goes on after step (\d+)", out, re.M))
-    assert lost in (3, 6)  # that of step 6 may not be whole yet
+    assert lost in (4, 6)  # that of step 6 may not be whole yet
+    assert f"goes on after step {lost}, from {home / 'memory-127.0.0.1'}/splitc-" in out
+    assert not list(home.glob("memory-*/*"))
     assert back >= 11
     worlds_of = {step: 3 if lost < step <= back else 4 for step in range(1, STEPS + 1)}
     given, all_given = seen(home), seen(tmp_path / "undisturbed")

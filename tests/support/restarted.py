@@ -52,7 +52,12 @@ def program() -> CompiledProgram:
 def data(worker: Worker) -> Any:
     """The examples; before that what the scenario wants to happen to this start is prepared."""
     how, start = os.environ.get(HOW, ""), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    prepared: dict[str, Callable[[Worker, int], None]] = {"killed": killed, "fails": fails, "slow": slow}
+    prepared: dict[str, Callable[[Worker, int], None]] = {
+        "killed": killed,
+        "fails": fails,
+        "slow": slow,
+        "copied": copied,
+    }
     if how in prepared:
         prepared[how](worker, start)
     return Examples()
@@ -82,6 +87,12 @@ def killed(worker: Worker, start: int) -> None:
         writer: Any = checkpoint
         write = writer.FileSystemWriter.write_data
         writer.FileSystemWriter.write_data = before(lambda: die(10), write)
+
+
+def copied(worker: Worker, start: int) -> None:
+    """One rank before step 9."""
+    if (start, worker.rank.index) == (0, 1):
+        patch(worker, "step", lambda: os.kill(os.getpid(), signal.SIGKILL) if worker.steps == 8 else None)
 
 
 def patch(value: Any, name: str, act: Callable[[], object]) -> None:
@@ -152,6 +163,9 @@ def scenarios(build: Path, folder: Path) -> Iterator[tuple[str, Any]]:
 
     yield "undisturbed", starts("undisturbed", range(1), "")
     yield "killed", starts("killed", range(4), "killed")
+    os.environ["SPLITC_MEMORY"] = str(folder / "memory")
+    (folder / "memory").mkdir()
+    yield "copied", starts("copied", range(2), "copied", "--neighbour-copy", "5", "--save-every", "100")
     yield "fails", starts("fails", range(4), "fails")
     yield "wrong", starts("wrong", range(2), "", "--eval-data", "tests.support.restarted:data_of_nobody")
 

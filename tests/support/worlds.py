@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -59,8 +60,8 @@ def program(strategy: str = "layer_separation", **options: Any) -> CompiledProgr
 def data(worker: Worker) -> Any:
     """The examples.
 
-    Where fewer ranks may go on the second host is lost in step 8 of all ranks, and comes back in step 11 of the others,
-    which wait until that is seen, and then go slowly.
+    Where fewer ranks may go on the second host is lost in step 8 of all ranks, with its memory, and comes back in step
+    11 of the others, which wait until that is seen, and then go slowly.
     """
     folder, world = Path(os.environ[FOLDER]), worker.rank.spec.world
     loses = "SPLITC_MIN_WORLD" in os.environ
@@ -68,6 +69,7 @@ def data(worker: Worker) -> Any:
     def before(made: int) -> None:
         if loses and (world, made, worker.rank.index) == (4, 8, 3):
             (folder / "lost").touch()
+            shutil.rmtree(os.environ["SPLITC_MEMORY"])
             os.kill(os.getpid(), signal.SIGKILL)
         if loses and world == 3 and made >= 11:
             (folder / "lost").unlink(missing_ok=True)
@@ -111,7 +113,10 @@ def of_readers(worker: Worker) -> Any:
 
 
 def stand_in_for_ssh(place: Path, folder: Path) -> None:
-    """An `ssh` that runs commands here; the second host cannot be reached while a file `lost` is in the folder."""
+    """An `ssh` that runs commands here, where each host has its memory.
+
+    The second one cannot be reached while a file `lost` is in the folder.
+    """
     second = HOSTS[1].partition(":")[0]
     script = f"""#!/bin/bash
 while [ "$1" = -o ]; do shift 2; done
@@ -119,6 +124,7 @@ host=$1; shift
 if [ $host = {second} ] && [ -e {folder}/lost ]; then
     touch {folder}/refused; echo "ssh: connect to host $host: No route to host" >&2; exit 255
 fi
+export SPLITC_MEMORY={folder}/memory-$host; mkdir -p $SPLITC_MEMORY
 sh -c "$*"; code=$?
 [ $host = {second} ] && [ $code = 0 ] && [ -e {folder}/refused ] && touch {folder}/back
 exit $code

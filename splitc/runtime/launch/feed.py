@@ -21,6 +21,7 @@ from ..spec import RankSpec
 from ..transport.torch_transport import TorchTransport
 from ..worker import Worker
 from .measured import MeasuredWorker
+from .options import copies_every
 from .stopping import Stopping
 
 STEPS = 10  # unless given
@@ -36,6 +37,9 @@ class Batches:
         self._worker, self._steps = worker, args.steps or STEPS
         self._source = found(args.data, worker) if args.data else synthetic(worker.rank.spec, args.seed)
         self._is_given, self._loader, self._history = args.data is not None, None, getattr(args, "history", None)
+        self._copies, self._args = (0, False), args
+        if (within := getattr(args, "neighbour_copy", None)) is not None:
+            self._copies = copies_every(within, max(worker.rank.transport.all_gather_objects(worker.cycle[0])))
         if isinstance(self._source, DataLoader) and MIN_WORLD in os.environ:
             raise LaunchError(
                 f"--min-world: {args.data} gives a DataLoader, whose batch is that of each reader, so that fewer would "
@@ -60,7 +64,7 @@ class Batches:
         return f"  epoch {self._loader.epoch + 1}{f' of {self._epochs}' if self._epochs else ''}"
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        made, worker = self._worker.steps, self._worker
+        made, worker, every = self._worker.steps, self._worker, self._copies[0]
         if made >= len(self) and worker.rank.index == 0:
             text = (
                 f"nothing to train: {made} steps were made before, and --steps or --epochs asks for {len(self)} in all"
@@ -76,8 +80,12 @@ class Batches:
             worker.recorder.align()
         transport = worker.rank.transport
         stopping = Stopping(transport, made) if isinstance(transport, TorchTransport) else None
+        if every and not made and len(self):
+            worker.save(self._args.checkpoints, asynchronous=True)  # of the run that copies are of
         try:
             for step in range(made, len(self)):
+                if every and step > made and step % every == 0:
+                    worker.neighbour_copy(self._copies[1])
                 if stopping is not None:
                     stopping.before(step + 1, worker.cycle)
                 if self._history is not None:

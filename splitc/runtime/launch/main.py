@@ -190,7 +190,7 @@ def resume(worker: Worker, args: argparse.Namespace) -> None:
     text = f"no checkpoint in {args.checkpoints}: training begins"
     if there:
         with warnings.catch_warnings(record=True) as said:
-            text = f"goes on after step {worker.resume(args.checkpoints)}, from {args.checkpoints}"
+            text = f"goes on after step {worker.resume(args.checkpoints)}, from {worker.resumed_from}"
         text = "\n".join([*(f"warning: {each.message}" for each in said), text])
     if worker.rank.index == 0:
         print(text, flush=True)

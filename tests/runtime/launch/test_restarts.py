@@ -68,6 +68,18 @@ def test_a_run_killed_in_forward_in_an_exchange_and_in_a_checkpoint_ends_bit_for
     assert max(seconds for _, seconds in found.starts["killed"]) < 15  # far below the wait for a peer
 
 
+def test_a_run_whose_rank_is_killed_goes_on_from_a_copy_in_memory_of_at_most_so_many_steps_before(found: Found) -> None:
+    codes = found.codes("copied")
+    assert -signal.SIGKILL in codes[0], found.log("copied")
+    assert codes[1] == [0, 0], found.log("copied")
+    ((step, folder),) = re.findall(r"goes on after step (\d+), from (\S+)", found.log("copied"))
+    assert int(step) in (4, 6, 8)
+    assert int(step) >= 8 - 5
+    assert Path(folder).parent == found.folder / "memory"
+    assert not list((found.folder / "memory").iterdir())
+    assert same(found.state("copied"), found.state("undisturbed"))
+
+
 def test_three_failures_at_a_step_stop_a_run_and_every_further_start_of_it(found: Found) -> None:
     own = [codes[1] for codes, _ in found.starts["fails"]]
     assert own[:3] == [1, 1, 3], found.log("fails")
