@@ -47,6 +47,7 @@ class Predict(Pass[LoweredProgram, LoweredProgram]):
             weights=Later(lambda: weights(program, cluster, timeline)),
             basis="measured" if ran else basis(program, cluster),
             ran=ran,
+            spans=lambda: simulate(program, cluster, record=True).spans,
         )
         plan = replace(program.plan, prediction=prediction)
         return replace(program, plan=plan, notes=(*program.notes, *_may_drift(plan, self.cluster)))

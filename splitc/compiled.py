@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from torch import Tensor, fx, nn
 from splitc.bounded import bounded
 from splitc.capture.example.example import Example
 from splitc.capture.validate.behind import Behind
+from splitc.codegen.build_folder import TIMELINE
 from splitc.codegen.generate import generate
 from splitc.codegen.rank_weights import rank_weights
 from splitc.codegen.save import require_importable, save_build
@@ -49,6 +51,7 @@ from splitc.verify.verify import Verification, verify_program
 
 _MAKES = "that makes the optimizer of the parameters that a rank has, as lambda params: SGD(params, lr=0.1)"
 Factory = Annotated[OptimizerFactory, Limit(callable, _MAKES)]
+_MOST_OF_TIMELINE = 2_000  # ranks times layers
 
 
 def compile_example(
@@ -85,6 +88,7 @@ def compile_example(
     if behind is not None:
         behind.start()
     made.analysed = lambda: traced[0] if traced else analysed(model, example, evaluation=evaluation)
+    made.given = plan
     return made
 
 
@@ -122,7 +126,7 @@ def _few_objects() -> Iterator[None]:
 class CompiledProgram:
     """A model compiled for the ranks of a plan; where `program` is a function, when it is first read.
 
-    behind: what is still being validated.  anew: compiles once more, and validates first.
+    behind: what is still being validated.  anew: compiles once more, and validates first.  given: the plan to follow.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class CompiledProgram:
         self._program, self._model, self._example, self._settings = program, model, example, settings
         self._behind, self._anew = behind, anew
         self._rungs: dict[int, Rung] = {}
+        self.given: Plan | None = None
         self.call = Call()
         self.analysed: Callable[[], Program] = lambda: analyse(model, example)
 
@@ -225,7 +230,9 @@ class CompiledProgram:
         require_importable(self.validated().program, "save()")
         rungs = self.ladder(min_world) if min_world is not None else ()
         worlds = {each.world: generate(each.program) for each in rungs if each.program is not None}
-        return save_build(Path(folder), self.files, self.weights(), standalone, worlds)
+        spans, size = self.plan.prediction.spans, self.plan.world * len(self.program.layers)
+        timeline = {TIMELINE: json.dumps([*map(astuple, spans())])} if spans and size <= _MOST_OF_TIMELINE else {}
+        return save_build(Path(folder), {**self.files, **timeline}, self.weights(), standalone, worlds)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """The contents of weights.pt: `state`, the model's state_dict, and `extra`, tensors that are not in it."""
@@ -287,7 +294,8 @@ class CompiledProgram:
     @property
     def request(self) -> Request:
         """What its plan was asked for."""
-        return Request(lambda: self.program, lambda: self.analysed(), self._settings, self._model, self._example)
+        asked = self._settings, self._model, self._example, self.given
+        return Request(lambda: self.program, lambda: self.analysed(), *asked)
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
         """The initial weights of each rank, its part of each; rank 0 also has those that no rank uses."""

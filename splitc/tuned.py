@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import socket
 import statistics
 from collections.abc import Callable, Sequence
@@ -22,13 +23,14 @@ from splitc.cost_models.calibration.record import Seen, remember, seen_in
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.autocast import under_autocast
-from splitc.ir.cluster_file import base_digest
+from splitc.ir.cluster_file import base_digest, digest
 from splitc.ir.disk_cache import digest_of, keep, recall
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import Tried
 from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.regions import regions
 from splitc.passes.analysis import fingerprint
+from splitc.passes.planner.strategy import parse_strategy
 from splitc.runtime.launch.loader import by_rank_0, load_rank
 from splitc.runtime.own_code import plain_tensors
 from splitc.runtime.transport.base import Transport
@@ -44,7 +46,8 @@ FINALISTS = 6
 class Request:
     """What a plan is asked for: a model with its example, and settings.
 
-    program: gives that of the plan that was chosen by its price.  analysed: gives what plans are made of.
+    program: gives that of the plan that was chosen by its price.  analysed: gives what plans are made of.  given: a
+    plan to follow.
     """
 
     program: Callable[[], LoweredProgram]
@@ -52,6 +55,7 @@ class Request:
     settings: Settings
     model: nn.Module
     example: Example
+    given: Plan | None = None
 
     @property
     def own(self) -> dict[str, Any]:
@@ -105,6 +109,16 @@ class Request:
         best = replace(best, plan=replace(best.plan, prediction=replace(best.plan.prediction, tried=tried)))
         keep("tuned", self._key(hosts), best.plan.to_json())
         return best
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hex digits of all that the report follows from, names and places of files aside; alike everywhere."""
+        asked, plan = self.settings, self.given
+        settings = replace(asked, cluster=None, tune=0.0, code=None, strategy=parse_strategy(asked.strategy))
+        cluster = load_cluster(asked.cluster) if plan is None or asked.cluster is not None else None
+        numbers = cluster and (digest(cluster), [cluster.device_of(k, asked.world).memory for k in range(asked.world)])
+        text = f"{fingerprint(self.analysed())} {settings} {numbers} {plan and plan.hash}"
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def _key(self, hosts: Sequence[str]) -> str:
         """What the choice follows from: model and batch, settings, the cluster as it was described, and the hosts."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from splitc.cli.correcting import cluster_to_correct, correction_command, write_correction
 from splitc.cli.files import check_writable, write_file
+from splitc.codegen.build_folder import TIMELINE
 from splitc.cost_models.calibration.correction import factors_of
 from splitc.cost_models.calibration.record import Seen, keep, run_of
 from splitc.cost_models.simulation.trace import chrome_trace
@@ -19,7 +20,7 @@ from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
 from splitc.report.measurement import WIDTH, Measurement, as_json, as_text, factors_in_words, read_measurement
 from splitc.runtime.progress import Step
-from splitc.runtime.transport.phases import TRACED, WARM_UP
+from splitc.runtime.transport.phases import TRACED, WARM_UP, Span
 
 STEPS = 10
 
@@ -53,7 +54,7 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
     if factors is not None:
         print(textwrap.fill(factors_in_words(factors, plan.prediction.cluster), WIDTH), file=said)
     if args.trace is not None:
-        _write_trace(args.trace, plan, measured)
+        _write_trace(args.trace, folder, plan, measured)
         print(f"wrote {args.trace}: a timeline of the last steps, which opens in ui.perfetto.dev", file=said)
     if factors is None or factors.empty:
         if cluster is not None:
@@ -102,6 +103,10 @@ def _run(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence
         return read_measurement(found, plan.period)
 
 
-def _write_trace(path: Path, plan: Plan, measured: Measurement) -> None:
+def _write_trace(path: Path, folder: Path, plan: Plan, measured: Measurement) -> None:
+    """Write the measured timeline, below the predicted one if the build has that."""
     roles = {rank: ", ".join(plan.duties(rank)) or "idle" for rank in range(plan.world)}
-    write_file("--trace", path, json.dumps(chrome_trace(measured.spans, roles, "measured")) + "\n")
+    file, spans = folder / TIMELINE, {"measured": measured.spans}
+    if file.is_file():
+        spans = {"predicted": tuple(Span(*each) for each in json.loads(file.read_text())), **spans}
+    write_file("--trace", path, json.dumps(chrome_trace(spans, roles)) + "\n")

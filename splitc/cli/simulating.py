@@ -92,7 +92,7 @@ def _write_trace(path: str, program: Program, cluster: Cluster, settings: Settin
     placed = specialise(program, replace(settings, cluster=cluster), given)
     plan = placed.plan
     roles = {rank: " and ".join(plan.roles_of(rank)) for rank in range(plan.world)}
-    trace = chrome_trace(simulate_timeline(placed, cluster, record=True).spans, roles, "predicted")
+    trace = chrome_trace({"predicted": simulate_timeline(placed, cluster, record=True).spans}, roles)
     write_file("--trace", Path(path), json.dumps(trace))
     print(f"wrote {path}: three predicted {plan.cycle}s; open it in https://ui.perfetto.dev")
 

@@ -16,6 +16,9 @@ WEIGHTS = "weights.pt"
 WORLDS = "worlds"
 """The folder of a build that holds builds for fewer ranks."""
 
+TIMELINE = "timeline.json"
+"""The file of a build that holds the spans of its predicted steps."""
+
 
 def require_writable(folder: Path) -> None:
     """Raise LaunchError when a build cannot be written there."""

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Annotated, Any
 
 from splitc.ir.decode import Problem, at_least, decode, hints_of
-from splitc.runtime.transport.phases import Phases
+from splitc.runtime.transport.phases import Phases, Span
 
 BASES = ("measured", "interpolated", "extrapolated")
 """What a price follows from: the plan ran here; what it consists of did, or was calibrated; or neither."""
@@ -75,8 +75,9 @@ class Prediction:
     layer_seconds: layer -> compute of its busiest rank in one step (s).  phases: of each rank's step, by simulation;
     none where nothing was simulated.  p50, p90: what half and nine tenths of the steps take at most (s); 0 where
     nothing varies.  priced: the best plan of every strategy that was priced to choose the plan; all: prices every
-    strategy.  reasons: layer -> why it was placed so.  advice: what would put idle ranks to work.
-    tried: the plans that were run to choose this one.  on_wire: the best exact plan, and the one in formats chosen.
+    strategy.  spans: simulates three steps, or rounds, and keeps what every rank does.  reasons: layer -> why it was
+    placed so.  advice: what would put idle ranks to work.  tried: the plans that were run to choose this one.
+    on_wire: the best exact plan, and the one in formats chosen.
     memory: what a step of each rank takes at most (bytes), an upper bound.  ranks_per_host: of the cluster.
     based_on: digest of the cluster before runs changed its numbers, by `factors`.  weights: of factors, as in
     `calibration/learning.py`.  basis: one of `BASES`.  ran: the measured step of this plan there (s); 0 if it did not.
@@ -105,6 +106,7 @@ class Prediction:
     ranks_per_host: Annotated[int, at_least(0)] = 0
     on_wire: tuple[Candidate, ...] = ()
     all: Callable[[], tuple[Candidate, ...]] | None = field(default=None, compare=False, repr=False)
+    spans: Callable[[], tuple[Span, ...]] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -112,7 +114,7 @@ class Prediction:
         return self.priced if self.all is None else self.all()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "all": None, "weights": {**self.weights}}
+        return {**vars(self), "all": None, "spans": None, "weights": {**self.weights}}
 
     @property
     def simulated_seconds(self) -> float:
@@ -121,8 +123,8 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields under their names in plan.json."""
-        left_out = {"all", *(name for name in _WHERE_KNOWN if not getattr(self, name))}
-        found = asdict(replace(self, all=None, weights={**self.weights}))
+        left_out = {*_NOT_DATA, *(name for name in _WHERE_KNOWN if not getattr(self, name))}
+        found = asdict(replace(self, all=None, spans=None, weights={**self.weights}))
         for candidate in found["priced"]:
             del candidate["error"]  # which is of those `on_wire`
         return {KEYS.get(name, name): value for name, value in found.items() if name not in left_out}
@@ -130,12 +132,13 @@ class Prediction:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> tuple[Prediction, list[Problem]]:
         """The inverse of `to_dict`, and what cannot be read; keys of other names are ignored."""
-        names = {KEYS.get(each.name, each.name): each.name for each in fields(cls) if each.name != "all"}
+        names = {KEYS.get(each.name, each.name): each.name for each in fields(cls) if each.name not in _NOT_DATA}
         hints = {key: hints_of(cls)[name] for key, name in names.items()}
         values, problems = decode(hints, {key: value for key, value in data.items() if key in names})
         return cls(**{names[key]: value for key, value in values.items()}), problems
 
 
+_NOT_DATA = ("all", "spans")
 _WHERE_KNOWN = (
     *("tried", "on_wire", "p50", "p90", "memory", "ranks_per_host"),
     *("based_on", "factors", "weights", "basis", "ran"),
@@ -143,5 +146,5 @@ _WHERE_KNOWN = (
 KEYS = {"layer_seconds": "seconds", "phases": "predicted", "priced": "candidates"}
 """Fields that have another name in plan.json."""
 
-PREDICTION_KEYS = tuple(KEYS.get(each.name, each.name) for each in fields(Prediction) if each.name != "all")
+PREDICTION_KEYS = tuple(KEYS.get(each.name, each.name) for each in fields(Prediction) if each.name not in _NOT_DATA)
 """The keys of plan.json that predict and do not decide."""

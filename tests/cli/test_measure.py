@@ -24,6 +24,7 @@ from splitc.ir.plan import Plan
 from splitc.runtime.launch import torchrun
 from splitc.runtime.transport.phases import Phases
 from tests.cost_models.simulation.test_timeline import toy
+from tests.cost_models.simulation.test_trace import rows_are_disjoint
 from tests.support.command import splitc
 from tests.support.compiled import CLUSTER
 from tests.support.launched import BATCH, WORLD, program
@@ -368,7 +369,9 @@ def test_a_build_is_measured_on_real_ranks_and_its_cluster_corrected(build: Path
     assert load_cluster("mine.toml").name == "mine"
     events = json.loads(Path("t.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert {span["pid"] for span in spans} == set(range(plan.world))
+    assert {span["pid"] for span in spans} == set(range(2 * plan.world))
+    assert {span["name"] for span in spans if span["pid"] == 0 and span["cat"] == "compute"} >= {"first"}
+    rows_are_disjoint({"traceEvents": events})
     assert {span["cat"] for span in spans} == {"compute", "wait", "comm"}
     assert max(span["ts"] + span["dur"] for span in spans) < 60e6
     torch.load("state.pt", weights_only=True)
