@@ -43,26 +43,28 @@ _FUNCTIONS = {
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Print the placement report."""
-    from splitc.cli.compiling import compiled
+    """Print the placement report, of several clusters that of the best one; 1 where a requirement is not met."""
+    from splitc.cli.comparing import best_of, clusters_text, judged, told
     from splitc.report import as_json, report
 
-    program = compiled(args)
+    program, rows = best_of(args)
+    judgements = judged(args.require, rows)
     if args.json:
         figures = as_json(program.validated().program)
+        figures |= {"request": program.request.fingerprint, "clusters": rows, "required": judgements}
         if args.min_world:
             figures["ladder"] = [{"world": each.world, "text": each.text} for each in program.ladder(args.min_world)]
         print(json.dumps(figures, indent=1))
-        return 0
-    shown = program.program
-    print(report(shown, everything=args.all), flush=True)
+        return int(not all(each["met"] for each in judgements))
+    shown, request = program.program, program.request.fingerprint
+    print(f"{clusters_text(rows)}\n\n" * (len(rows) > 1) + report(shown, args.all, request), flush=True)
     with Step(f"validating {shown.name}", args.quiet):
         program.validated()
     if program.program is not shown:  # its examples depend on each other in a way that was not expected
-        print(report(program.program, everything=args.all))
+        print(report(program.program, args.all, request))
     print(program.verdict)
     _print_ladder(program, args)
-    return 0
+    return told(judgements)
 
 
 def _print_ladder(program: Any, args: argparse.Namespace) -> None:
@@ -75,9 +77,12 @@ def compile(args: argparse.Namespace) -> int:
     """Write a build."""
     folder = Path(args.output)
     require_writable(folder)
-    from splitc.cli.compiling import compiled, listed
+    from splitc.cli.comparing import best_of, judged, told
+    from splitc.cli.compiling import listed
 
-    program = compiled(args)
+    program, rows = best_of(args)
+    if told(judged(args.require, rows)):
+        return 1
     with Step(f"writing {folder}", args.quiet):
         program.save(folder, standalone=args.standalone, min_world=args.min_world)
     plan = program.plan

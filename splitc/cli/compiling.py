@@ -11,7 +11,7 @@ import argparse
 import logging
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -57,9 +57,27 @@ _PIN = "--pin 'classifier.*=fc' or --pin 'classifier.1=holding:sharded,group:2'"
 def compiled(args: argparse.Namespace) -> CompiledProgram:
     """The program that the options ask for."""
     given = vars(args).get("plan")
-    plan = None if given is None else _plan(args, Path(given))
-    behind = Behind()
-    file, settings, program = analysed(args, plan, behind=behind)
+    plan, behind = None if given is None else _plan(args, Path(given)), Behind()
+    return _planned(args, plan, behind, *analysed(args, plan, behind=behind))
+
+
+def compiled_on(args: argparse.Namespace, names: Sequence[str]) -> Iterator[CompiledProgram | PlacementError]:
+    """The program on each of several clusters, of a model that is traced once; where it has no plan, the reason."""
+    plan, behind = None if args.plan is None else _plan(args, Path(args.plan)), Behind()
+    each = [argparse.Namespace(**{**vars(args), "cluster": name}) for name in names]
+    asked = [_settings(one, plan) for one in each]
+    file, _, program = analysed(each[0], plan, behind=behind)
+    for settings in asked:
+        try:
+            yield _planned(args, plan, behind, file, settings, program)
+        except PlacementError as error:
+            yield error
+
+
+def _planned(
+    args: argparse.Namespace, plan: Plan | None, behind: Behind, file: ModelFile, settings: Settings, program: Program
+) -> CompiledProgram:
+    """The program of a plan that is chosen, or given, for an analysed model."""
     traced, chosen = [program], partial(with_formats, settings, file.model, file.example)
 
     def anew() -> LoweredProgram:
@@ -78,7 +96,7 @@ def compiled(args: argparse.Namespace) -> CompiledProgram:
                 prediction = replace(placed.plan.prediction, advice=advice(place, program, placed.plan))
                 placed = replace(placed, plan=replace(placed.plan, prediction=prediction))
     made = CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code), behind, anew)
-    made.analysed = lambda: traced[0]
+    made.analysed, made.given = lambda: traced[0], plan
     return made
 
 
@@ -89,12 +107,7 @@ def analysed(
 
     evaluation, behind: see `analyse`.
     """
-    if plan is None:
-        settings = _settings(args)
-    else:
-        cluster = args.cluster and _cluster(args.cluster, args.quiet, measure=True)
-        autocast = autocast_for(parse_autocast(args.autocast), plan)
-        settings = Settings(plan.world, cluster=cluster, memory=args.memory, autocast=autocast)
+    settings = _settings(args, plan)
     if (min_world := vars(args).get("min_world")) is not None:
         require_fewer(min_world, settings.world)
     with Step(f"loading {args.model}", args.quiet):
@@ -136,8 +149,12 @@ def _analysed(
         raise
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _settings(args: argparse.Namespace, plan: Plan | None = None) -> Settings:
     """The options other than the model.  Raises with all problems at once, before anything is imported."""
+    if plan is not None:
+        cluster = args.cluster and _cluster(args.cluster, args.quiet, measure=True)
+        autocast = autocast_for(parse_autocast(args.autocast), plan)
+        return Settings(plan.world, cluster=cluster, memory=args.memory, autocast=autocast)
     attempts = Attempts()
     if args.world is None:
         attempts.problems.append(PlacementError("say how many ranks: --world 4 (or give a plan: --plan plan.json)"))

@@ -1,4 +1,4 @@
-"""`splitc explain`: what other placements of a layer would cost, and where the choice of the plan flips."""
+"""`splitc explain`: what other placements of a layer cost, where the choice of the plan flips, what is worth buying."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from splitc.errors import LaunchError
 from splitc.ir.program import Program
 from splitc.passes.place import Place
 from splitc.report.alternatives import Alternative, alternatives, matching_layers
+from splitc.report.buying import LEAST, changes
 from splitc.report.text import table, wrap
 from splitc.report.what_if import breakpoints, choice_text, quantities
 from splitc.runtime.progress import Step
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Print the placements of a layer with their prices, or where the choice of the plan flips."""
-    if (args.layer is None) != args.sensitivity:
-        raise LaunchError("name a layer, or a pattern of layers, to price its placements; or ask for --sensitivity")
+    """Print the placements of a layer with their prices, where the choice of the plan flips, or what changes gain."""
+    if (args.layer is not None) + args.sensitivity + args.buy != 1:
+        raise LaunchError(
+            "name a layer, or a pattern of layers, to price its placements; or ask for --sensitivity, or --buy"
+        )
     if args.wire_error is not None:
         raise LaunchError("--wire-error measures the plan that is chosen; give explain the formats of that, --wire ...")
     _, settings, program = analysed(args, evaluation=False)
     place = settings.place()
-    answer = _sensitivity if args.sensitivity else _placements
+    answer = _sensitivity if args.sensitivity else _buying if args.buy else _placements
     with Step(f"planning {program.name} anew", args.quiet):
         figures, text = answer(place, program, args.layer)
     head = {"schema": 1, "model": program.name, "world": place.world, "cluster": place.cluster.name}
@@ -48,6 +51,25 @@ def _sensitivity(place: Place, program: Program, _: None) -> _Answer:
         flips = (f"{at.text}: {(at.choice or 'nothing fits') if at.flips else 'the same'}" for at in here)
         lines.append(wrap(f"{each.name}, now {each.text(each.now)}; {'; '.join(flips)}", "  "))
     return {"choice": chosen, "breakpoints": [asdict(each) for each in found]}, (chosen, "\n".join(lines))
+
+
+def _buying(place: Place, program: Program, _: None) -> _Answer:
+    now, found = changes(place, program)
+    advised, rest = [c for c in found if c.gain >= LEAST], [c.what for c in found if c.gain < LEAST and not c.why]
+    plans = (f"flips to {c.plan}" if c.flips else c.plan for c in advised)
+    rows = [
+        [c.what, plan, f"{c.samples_per_second:,.0f}", f"{c.gain:+.0%}"] for c, plan in zip(advised, plans, strict=True)
+    ]
+    lines = (
+        [table(["change", "plan", "samples/s", "gain"], rows, ("left", "left", "right", "right"), 1)] if rows else []
+    )
+    lines += [wrap(f"less than {LEAST:.0%} more: {', '.join(rest)}")] * bool(rest)
+    lines += [wrap(f"{c.what}: {c.why}", "  ") for c in found if c.why]
+    alone = now.plan.startswith("single_device")
+    lines += [f"{'one process' if alone else 'what there is'} is enough: nothing is worth buying"] * (not advised)
+    head = f"{now.plan}, {now.samples_per_second:,.0f} samples/s; planned anew with each change"
+    figures = {"now": asdict(now), "changes": [{**asdict(c), "advised": c in advised} for c in found]}
+    return figures, (head, "\n".join(lines))
 
 
 def _placements(place: Place, program: Program, pattern: str) -> _Answer:

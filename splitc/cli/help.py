@@ -4,9 +4,11 @@ from __future__ import annotations
 
 _EXIT_CODES = """exit codes
   0  done, or stopped by a signal after a step of training
-  1  a run failed, a verification does not hold, or a bug of splitc
+  1  a run failed, a verification does not hold, --require is not met, or a
+     bug of splitc
   2  the input is wrong; nothing was started or written
-  3  a run failed, and another start will do no better
+  3  a run failed, and another start will do no better; or the input of a
+     command with --require is wrong
   130  stopped by Ctrl-C
 """
 _CONVENTIONS = """a model file offers
@@ -48,10 +50,13 @@ splitc COMMAND --help shows more.
       --pin 'classifier.1=holding:sharded,group:2' \\
       --pin 'classifier.4=sync:late_multiply' --pin 'classifier.6=role:fc'
   splitc inspect examples/alexnet.py --world 4 --json > report.json
+  splitc inspect examples/alexnet.py --world 4 \\
+      --cluster v100-10gbe,rtx4090-2.5gbe,my.toml --require 'samples/s>=400'
 """,
     "explain": """examples:
   splitc explain examples/alexnet.py classifier.1 --world 4 --cluster v100-10gbe
   splitc explain examples/alexnet.py --sensitivity --world 4 --cluster my.toml
+  splitc explain examples/alexnet.py --buy --world 4 --cluster my.toml
 """,
     "compile": """examples:
   splitc compile examples/alexnet.py --world 4 --cluster v100-10gbe -o build

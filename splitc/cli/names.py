@@ -28,11 +28,18 @@ def check_names(args: argparse.Namespace) -> None:
     attempts = Attempts()
     if "strategy" in asked:
         attempts.result(name_and_options, args.strategy)
-    if args.cluster not in (None, THIS_MACHINE):
-        attempts.result(cluster_files, args.cluster)
+    for cluster in cluster_names(args):
+        if cluster not in (None, THIS_MACHINE):
+            attempts.result(cluster_files, cluster)
     for model in models:
         attempts.result(model_name, model)
     attempts.end()
+
+
+def cluster_names(args: argparse.Namespace) -> list[str]:
+    """The clusters that the options name, each once: none, one, or those that `inspect` compares."""
+    several = args.command == "inspect" and args.cluster is not None and not isfile(args.cluster)
+    return [*dict.fromkeys(map(str.strip, args.cluster.split(",")))] if several else [args.cluster]
 
 
 class Attempts:

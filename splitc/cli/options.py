@@ -79,6 +79,7 @@ def whole_parser() -> Parser:
 def _inspect(add: Add) -> None:
     _model_options(add)
     _ladder(add)
+    _require(add)
     add("--json", action="store_true", help="print the report as JSON (schema 1)")
     add("--all", action="store_true", help="show every layer, also blocks that repeat")
 
@@ -87,6 +88,7 @@ def _explain(add: Add) -> None:
     _model_options(add, plan=False)
     add("layer", nargs="?", help="a layer's name, or a pattern of names, whose layers are placed alike: 'classifier.*'")
     add("--sensitivity", action="store_true", help="in place of a layer: where another plan is chosen")
+    add("--buy", action="store_true", help="in place of a layer: what a faster network, a host, memory, a plan gain")
     add("--json", action="store_true", help="print the figures as JSON (schema 1)")
 
 
@@ -100,6 +102,7 @@ def _compile(add: Add) -> None:
     _model_options(add)
     add("-o", "--output", metavar="FOLDER", default="build", help="where to write them (default: build)")
     _ladder(add)
+    _require(add)
     add("--standalone", action="store_true", help="copy the runtime beside the scripts: they need torch alone")
 
 
@@ -226,6 +229,11 @@ def _ladder(add: Add) -> None:
     add("--min-world", type=positive, metavar="N", help="plan for fewer ranks too, one by one down to N")
 
 
+def _require(add: Add) -> None:
+    text = "'samples/s>=400', 'step<=50ms', 'x DDP>=2', 'memory<=16GB', 'sends<=10MB'; else exit code 1; repeatable"
+    add("--require", action="append", default=[], metavar="BOUND", help=text)
+
+
 def _wire(add: Add) -> None:
     add(
         "--wire",
@@ -244,7 +252,7 @@ def _model_options(add: Add, plan: bool = True, world: int | None = None) -> Non
     add(
         "--cluster",
         metavar="NAME",
-        help="a known cluster (see splitc clusters) or a .toml file; default: this machine, measured once",
+        help="a known cluster (see splitc clusters) or a .toml file; inspect: also several; default: this machine",
     )
     add(
         "--strategy",
@@ -311,7 +319,7 @@ def seconds(text: str) -> float:
     return value
 
 
-_UNITS = {"": 1, "B": 1} | {
+UNITS = {"": 1, "B": 1} | {
     f"{letter}{unit}": base ** (power + 1)
     for power, letter in enumerate("KMGT")
     for unit, base in (("", 1000), ("B", 1000), ("IB", 1024))
@@ -321,6 +329,6 @@ _UNITS = {"": 1, "B": 1} | {
 def memory(text: str) -> float:
     """`16GB`, `40GiB`, `512 MB` or a number of bytes, in bytes."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2].upper() not in _UNITS or not 0 < float(found[1]) < 1e30:
+    if found is None or found[2].upper() not in UNITS or not 0 < float(found[1]) < 1e30:
         raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; write 16GB, 40GiB or a number of bytes")
-    return float(found[1]) * float(_UNITS[found[2].upper()])
+    return float(found[1]) * float(UNITS[found[2].upper()])

@@ -21,6 +21,8 @@ from splitc.ir.wire_op import WireOp
 from splitc.runtime.transport.collective import Collective
 from splitc.runtime.transport.formats import BLOCK, FORMATS
 
+_SLOWEST = 5  # layers of the busiest rank
+
 
 def as_json(program: LoweredProgram) -> dict[str, Any]:
     """Return the whole report.  A layer's figures are those of its busiest rank."""
@@ -49,6 +51,8 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "roles": {role: list(ranks) for role, ranks in plan.all_roles.items()},
         "layers": [figures.layer(layer) for layer in program.layers],
         "ranks": [figures.rank(rank) for rank in range(plan.world)],
+        "busiest": figures.busiest(),
+        "latency_share": figures.latency,
         "candidates": [_candidate(candidate) for candidate in plan.candidates],
         "tried": [asdict(each) for each in plan.prediction.tried],
         **({"on_wire": [*map(_candidate, plan.prediction.on_wire)]} if plan.prediction.on_wire else {}),
@@ -113,8 +117,32 @@ class Figures:
             "activation_bytes": int(memory.activations),
             "communication_bytes": int(memory.communication),
             "sent_bytes": int(sum(op.per_step for op in self._wires[rank])),
+            "messages": round(sum(op.times for op in self._wires[rank]), 2),
             "received_bytes": int(self._received.get(rank, 0.0)),
         }
+
+    def busiest(self) -> dict[str, Any] | None:
+        """Return the rank that computes longest, and the five layers on it that take longest; None without a price.
+
+        imbalance: its seconds of computing over the mean of all ranks.
+        """
+        plan, phases = self.program.plan, self.program.plan.prediction.phases
+        most = max(phases, key=lambda each: each.compute, default=None)
+        if most is None or not most.compute:
+            return None
+        seconds = plan.prediction.layer_seconds
+        own = [name for name in seconds if most.rank in plan.roles[plan.placements[name].role]]
+        layers = [
+            {"name": name, "seconds": seconds[name]} for name in sorted(own, key=lambda k: -seconds[k])[:_SLOWEST]
+        ]
+        imbalance = most.compute * len(phases) / sum(each.compute for each in phases)
+        return {"rank": most.rank, "seconds": most.compute, "imbalance": imbalance, "layers": layers}
+
+    @property
+    def latency(self) -> float | None:
+        """The part of the seconds of transfers that is latency, by how they follow it; None where that is not known."""
+        share = self.program.plan.prediction.weights.get("latency")
+        return None if share is None else min(1.0, max(0.0, share[2]))
 
     @cached_property
     def _memory(self) -> tuple[RankMemory, ...]:

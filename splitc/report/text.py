@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,21 +27,25 @@ REASONS = 16  # layers; above this, reasons are given for the largest layers onl
 tables.MIN_PADDING = 0  # columns are as narrow as their text
 
 
-def report(program: LoweredProgram, everything: bool = False) -> str:
-    """Return the whole report.  everything: show a row and a reason for every layer, repeated blocks too."""
+def report(program: LoweredProgram, everything: bool = False, request: str = "") -> str:
+    """Return the whole report.
+
+    everything: show a row and a reason for every layer, repeated blocks too.  request: fingerprint of what was asked.
+    """
     figures = Figures(program)
     layers = [figures.layer(layer) for layer in program.layers]
     rows = [(layer["name"], _cells(layer)) for layer in layers]
     whole = everything or len(rows) <= MANY
-    shown: list[int | Hidden] = list(range(len(rows))) if whole else collapse(rows)
+    folded = collapse(rows)
+    shown: list[int | Hidden] = list(range(len(rows))) if whole else folded
     sections = [
-        _headline(program),
+        _headline(program, request),
         _placements(rows, shown),
         _ranks(program, figures),
         _candidates("the best plan of each strategy", program.plan.candidates),
         _candidates("the best plan by the numbers on the wire", program.plan.prediction.on_wire),
         tried(program.plan),
-        _reasons([layers[each] for each in shown if isinstance(each, int)], len(layers), everything),
+        _reasons([layers[k] for k in (shown if everything else folded) if isinstance(k, int)], len(layers), everything),
     ]
     if program.frozen_layers:
         sections.append(wrap(f"Frozen layers, without gradients: {', '.join(program.frozen_layers)}."))
@@ -79,20 +84,23 @@ def _own_code(program: PlacedProgram, layers: Sequence[Mapping[str, Any]]) -> It
         )
 
 
-def _headline(program: PlacedProgram) -> str:
+def _headline(program: PlacedProgram, request: str) -> str:
     plan, prediction = program.plan, program.plan.prediction
     gap = f"{prediction.gap:.1%}"
     proof = {"optimal": "proved optimal", "gap": f"within {gap} of the optimum"}.get(
         prediction.proof, f"not proved optimal, at most {gap} from it" if prediction.gap else "not proved optimal"
     )
-    roles = ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in plan.all_roles.items())
+    empty = plan.roles.keys() - {place.role for place in plan.placements.values()}
+    busy = {rank for role, ranks in plan.all_roles.items() if role not in empty for rank in ranks}
+    shown = {role: ranks for role, ranks in plan.all_roles.items() if role not in empty or not busy.issuperset(ranks)}
+    roles = ", ".join(f"{role}{' (no layers)' * (role in empty)} on {rank_list(shown[role])}" for role in shown)
     parameters = sum(h.numel for h in program.tensors.values() if h.parameter)
-    cluster = f" of {prediction.cluster}" if prediction.cluster else ""
+    cluster, asked = f" of {prediction.cluster}" * bool(prediction.cluster), f"; request {request}" * bool(request)
     lines = [
         f"{program.name} on {units.numbered(plan.world, 'rank')}{cluster}: {plan.strategy} "
         f"({'' if plan.exact else 'approximate, '}{proof})",
         f"{roles}; a step of {units.numbered(plan.global_batch, 'example')} {_price(plan)}; "
-        f"{units.count(parameters)} parameters in {units.numbered(len(program.layers), 'layer')}",
+        f"{units.count(parameters)} parameters in {units.numbered(len(program.layers), 'layer')}{asked}",
     ]
     lines += [prediction.advice] * bool(prediction.advice)
     how = approximation(plan)
@@ -106,14 +114,12 @@ def _headline(program: PlacedProgram) -> str:
 
 
 def _price(plan: Plan) -> str:
-    """Return the simulated step time, and the integer program's or closed form's, which proof and gap concern."""
+    """Return the simulated step time and what it follows from."""
     if not plan.step_seconds:
         return "has no price, since the plan was written or edited by hand: --cluster gives it one"
-    own = units.seconds(plan.prediction.program_seconds)
-    own = f"; {own} by the planner's own price, which the proof is of" if plan.prediction.program_seconds else ""
     rate = f"{plan.samples_per_second:,.0f} samples/s"
     p90 = plan.prediction.p90
-    own += f"; 9 of 10 steps take at most {units.seconds(p90)}" if p90 else ""
+    own = f"; 9 of 10 steps take at most {units.seconds(p90)}" if p90 else ""
     told = plan.prediction
     basis = f", measured here: {units.seconds(told.ran)}" if told.ran else f", {told.basis}" * bool(told.basis)
     return f"takes {units.seconds(plan.step_seconds)}, {rate} (predicted by simulation{basis}{own})"
@@ -148,6 +154,8 @@ def _placements(rows: Sequence[Row], shown: Sequence[int | Hidden]) -> str:
         text.append(next(following) if isinstance(each, int) else _middle(f"  {each}"))
     if hidden := sum(each.rows for each in shown if isinstance(each, Hidden)):
         text.append(wrap(f"{hidden} of {len(rows)} layers are hidden, since their rows repeat; --all shows them"))
+    if parts := dict.fromkeys(part for _, cells in visible if re.match(r"1/\d", part := cells[4].partition(" ")[0])):
+        text.append(wrap(f"{', '.join(parts)}: each rank of a group holds that part of the layer"))
     return "\n".join(text)
 
 
@@ -174,11 +182,22 @@ def _ranks(program: PlacedProgram, figures: Figures) -> str:
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank in range(program.plan.world):
         one = figures.rank(rank)
-        sizes = (units.nbytes(one[k]) for k in ("parameter_bytes", "memory_bytes", "sent_bytes", "received_bytes"))
+        sizes = [units.nbytes(one[k]) for k in ("parameter_bytes", "memory_bytes", "sent_bytes", "received_bytes")]
+        sizes[2] += f" in {one['messages']:.4g}"
         alike.setdefault((one["role"] or "idle", *sizes), []).append(rank)
-    headers = ["", "role", "parameters", "memory", "sends/step", "receives/step"]
+    headers = ["", "role", "params", "memory", "sends/step", "receives"]
     rows = [[short(rank_list(ranks), 24), *key] for key, ranks in alike.items()]
-    return table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1)
+    text = table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1)
+    return "\n".join([text, *map(wrap, _slow(figures))])
+
+
+def _slow(figures: Figures) -> Iterator[str]:
+    """Say how uneven computing is and which layers make the slowest rank slow, and how much of transfers is latency."""
+    if (busiest := figures.busiest()) is not None:
+        layers = ", ".join(f"{each['name']} {units.seconds(each['seconds'])}" for each in busiest["layers"])
+        took = f"{units.seconds(busiest['seconds'])}, {busiest['imbalance']:.2f} times the mean"
+        share = "" if figures.latency is None else f"; {figures.latency:.0%} of the time of transfers is latency"
+        yield f"rank {busiest['rank']} computes longest, {took}: {layers}{share}"
 
 
 def _candidates(title: str, candidates: Sequence[Candidate]) -> str:

@@ -238,8 +238,9 @@ def _alone(place: Place, program: Program, plan: Plan) -> str:
         seconds, ours = simulated_step(one, place.cluster).step_seconds, plan.prediction.step_seconds
         if plan.world > 1 and seconds <= ours:
             return (
-                f"One rank alone takes {units.seconds(seconds)} for {plan.global_batch} examples, {plan.world} ranks "
-                f"{units.seconds(ours)}: on this network more ranks are of use from larger batches on."
+                f"One rank alone takes {units.seconds(seconds)} for all {plan.global_batch} examples, {plan.world} "
+                f"ranks {units.seconds(ours)}: on this network more ranks are of use from larger batches on (a "
+                f"single_device below has one reader's examples alone, so its samples/s are fewer)."
             )
     return ""
 

@@ -103,6 +103,28 @@ def test_the_command_says_where_the_choice_flips_in_80_columns_and_its_figures_a
     assert {"quantity", "value", "text", "choice", "flips"} == set(data["breakpoints"][0])
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("net")
+def test_what_is_worth_buying_is_what_gains_two_per_cent_planned_anew(capsys: Capture) -> None:
+    asked = "explain net.py --buy --world 2 -q"
+    slow = f"{asked} --cluster rtx3090-1gbe --strategy data_parallel"
+    done = splitc(capsys, slow)
+    assert done.code == 0 and max(map(len, done.out.splitlines())) <= 80
+    data = json.loads(splitc(capsys, f"{slow} --json").out)
+    found = {each["what"]: each for each in data["changes"]}
+    gains = [each["gain"] for each in data["changes"]]
+    assert gains == sorted(gains, reverse=True)
+    for each in data["changes"]:
+        assert each["advised"] is (each["gain"] >= 0.02) and (each["what"] in done.out)
+        assert each["gain"] == pytest.approx(each["samples_per_second"] / data["now"]["samples_per_second"] - 1)
+    assert found["the plan that auto chooses"]["flips"] and found["network cards of 2.50 Gbit/s"]["gain"] > 0
+    card = splitc(capsys, "inspect net.py --world 2 -q --json --cluster rtx3090-2.5gbe --strategy data_parallel")
+    rate = json.loads(card.out)["samples_per_second"]
+    assert found["network cards of 2.50 Gbit/s"]["samples_per_second"] == pytest.approx(rate, rel=0.01)
+    enough = splitc(capsys, f"{asked} --global-batch 1").out
+    assert enough.startswith("Net on 2 ranks of v100-10gbe: single_device 1, ") and "one process is enough" in enough
+
+
 @pytest.mark.usefixtures("net")
 @pytest.mark.parametrize("line", ["explain net.py --world 2", "explain net.py first --sensitivity --world 2"])
 def test_the_command_asks_for_a_layer_or_for_the_sensitivity(capsys: Capture, line: str) -> None:

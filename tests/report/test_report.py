@@ -20,7 +20,8 @@ from splitc.ir.prediction import Candidate
 from splitc.ir.program import LoweredProgram
 from splitc.report import as_json, report
 from splitc.report.blocks import Hidden, collapse
-from splitc.report.text import rank_list
+from splitc.report.text import _headline, rank_list
+from splitc.runtime.transport.phases import Phases
 from tests.support.compiled import CLUSTER, class_batch, compiled
 from tests.support.every_strategy import planned
 
@@ -143,13 +144,13 @@ def test_candidates_within_the_error_of_prediction_are_called_equal() -> None:
 
 
 @pytest.mark.slow
-def test_the_price_is_simulated_and_the_proof_is_of_the_planners_own() -> None:
+def test_the_price_is_simulated_and_the_planners_own_is_in_the_json() -> None:
     made = deep()
     prediction = replace(made.plan.prediction, step_seconds=0.5, program_seconds=0.75)
     made = replace(made, plan=replace(made.plan, prediction=prediction))
     text = " ".join(report(made).split())
     assert "takes 500 ms" in text
-    assert "(predicted by simulation, extrapolated; 750 ms by the planner's own price, which" in text
+    assert "(predicted by simulation, extrapolated)" in text and "750 ms" not in text
     assert (as_json(made)["step_seconds"], as_json(made)["program_seconds"]) == (0.5, 0.75)
 
 
@@ -181,6 +182,26 @@ def test_every_row_is_shown_or_hidden_once_whatever_the_names() -> None:
         assert sum(part.rows if isinstance(part, Hidden) else 1 for part in parts) == len(names)
 
 
+@pytest.mark.slow
+def test_a_role_without_layers_is_named_where_its_ranks_have_no_others() -> None:
+    made = separated().program
+    for conv, said in (
+        ((0, 1, 2), "conv on ranks 0-2, fc on rank 3;"),
+        ((1, 2), "fc on rank 3, tail (no layers) on rank 0;"),
+    ):
+        roles = {"conv": conv, "fc": (3,), "tail": (0,)}
+        assert said in " ".join(_headline(replace(made, plan=replace(made.plan, roles=roles)), "").split())
+
+
+@pytest.mark.slow
+def test_reasons_of_blocks_that_are_alike_are_given_once_in_small_models_too() -> None:
+    x, y = class_batch((4, 6), classes=3)
+    network = nn.Sequential(nn.Linear(6, 8), *(Block(8) for _ in range(2)), nn.Linear(8, 3))
+    text = report(compiled(network, (x,), y, F.cross_entropy, 3, "data_parallel").program)
+    assert "hidden" not in text and text.split("\nwhy\n")[1].count("parameters and is") == 7
+    assert "5 of 12 layers, repeated or small, are left out" in text
+
+
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +215,28 @@ def test_the_json_has_the_keys_of_schema_1_and_no_number_that_is_not_one() -> No
     for rows_, keys in ((data["layers"], layer), (data["ranks"], rank), (data["candidates"], candidate)):
         assert all(keys <= row.keys() for row in rows_)
     assert data["samples_per_second"] == pytest.approx(data["global_batch"] / data["step_seconds"])
+
+
+def test_the_rank_that_computes_longest_is_told_with_its_slowest_layers_and_what_latency_takes() -> None:
+    made = deep()
+    ranks = tuple(Phases(rank, 0.01, compute, 0.0, 0.0, 0.0) for rank, compute in enumerate((0.002, 0.006, 0.004)))
+    seconds = {layer.name: (k + 1) * 1e-4 for k, layer in enumerate(made.layers)}
+    prediction = replace(
+        made.plan.prediction, phases=ranks, layer_seconds=seconds, weights={"latency": (0.2, 0.0, 0.4)}
+    )
+    made = replace(made, plan=replace(made.plan, prediction=prediction))
+    busiest = as_json(made)["busiest"]
+    assert (busiest["rank"], busiest["seconds"], busiest["imbalance"]) == (1, 0.006, pytest.approx(1.5))
+    assert [each["name"] for each in busiest["layers"]] == [layer.name for layer in made.layers][:-6:-1]
+    assert as_json(made)["latency_share"] == 0.4
+    text = " ".join(report(made).split())
+    assert "rank 1 computes longest, 6 ms, 1.50 times the mean: head 2.7 ms," in text
+    assert "; 40% of the time of transfers is latency" in text
+    messages = as_json(made)["ranks"][0]["messages"]
+    assert messages > 0 and f" in {messages:.4g} " in text
+    nothing = replace(prediction, phases=(), weights={})
+    data = as_json(replace(made, plan=replace(made.plan, prediction=nothing)))
+    assert data["busiest"] is None and data["latency_share"] is None
 
 
 @pytest.mark.slow
