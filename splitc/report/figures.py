@@ -14,26 +14,47 @@ from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.memory_check import memory_of_all
 from splitc.ir.features import features
 from splitc.ir.layers import Layer
+from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate
 from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import WireOp
 from splitc.runtime.transport.collective import Collective
 from splitc.runtime.transport.formats import BLOCK, FORMATS
+from splitc.runtime.transport.phases import Phases
+
+ERROR = 0.1
+"""Of a predicted rate (docs/measurements/accuracy.md); plans that differ by less are equal."""
 
 _SLOWEST = 5  # layers of the busiest rank
 
 
 def as_json(program: LoweredProgram) -> dict[str, Any]:
     """Return the whole report.  A layer's figures are those of its busiest rank."""
-    plan, figures = program.plan, Figures(program)
+    figures = Figures(program)
+    return {
+        **of_plan(program.plan, program.name),
+        "layers": [figures.layer(layer) for layer in program.layers],
+        "ranks": [figures.rank(rank) for rank in range(program.plan.world)],
+        "busiest": figures.busiest(),
+        "latency_share": figures.latency,
+        "by_bytes": list(by_bytes(program)),
+        "notes": list(program.notes),
+    }
+
+
+def of_plan(plan: Plan, name: str) -> dict[str, Any]:
+    """Return what a plan tells without its program: no bytes and FLOPs of layers, no memory.  name: of the model."""
     return {
         "schema": 1,
-        "model": program.name,
+        "model": name,
+        "plan": plan.hash,
         "world": plan.world,
         "cluster": plan.prediction.cluster,
         "strategy": plan.strategy,
+        "exact": plan.exact,
         "basis": plan.prediction.basis,
+        "error": ERROR,
         "measured_seconds": plan.prediction.ran or None,
         "proof": plan.prediction.proof,
         "gap": plan.prediction.gap,
@@ -49,16 +70,28 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "p90_seconds": plan.prediction.p90 or plan.prediction.simulated_seconds,
         "samples_per_second": plan.samples_per_second,
         "roles": {role: list(ranks) for role, ranks in plan.all_roles.items()},
-        "layers": [figures.layer(layer) for layer in program.layers],
-        "ranks": [figures.rank(rank) for rank in range(plan.world)],
-        "busiest": figures.busiest(),
-        "latency_share": figures.latency,
+        "layers": [_placed(plan, layer) for layer in plan.placements],
+        "ranks": [_predicted(plan, rank) for rank in range(plan.world)],
         "candidates": [_candidate(candidate) for candidate in plan.candidates],
         "tried": [asdict(each) for each in plan.prediction.tried],
         **({"on_wire": [*map(_candidate, plan.prediction.on_wire)]} if plan.prediction.on_wire else {}),
-        "by_bytes": list(by_bytes(program)),
-        "notes": list(program.notes),
     }
+
+
+def _placed(plan: Plan, layer: str) -> dict[str, Any]:
+    place, told = plan.placements[layer], plan.prediction
+    return {
+        "name": layer,
+        **{key: getattr(place, key) for key in ("role", "holding", "sync", "group")},
+        "seconds": told.layer_seconds.get(layer, 0.0),
+        "why": told.reasons.get(layer, ""),
+    }
+
+
+def _predicted(plan: Plan, rank: int) -> dict[str, Any]:
+    phases = plan.prediction.phases[rank] if plan.prediction.phases else Phases(rank, 0.0, 0.0, 0.0, 0.0, 0.0)
+    seconds = {f"{key}_seconds": getattr(phases, key) for key in ("compute", "waiting", "communication")}
+    return {"rank": rank, "role": " and ".join(plan.duties(rank)) or None, **seconds, "sent_bytes": phases.sent_bytes}
 
 
 def by_bytes(program: Program) -> tuple[str, ...]:
@@ -86,18 +119,12 @@ class Figures:
         gradient = sum(h.nbytes for h in held if h.trainable)
         ring = _ring(gradient, plan.world)
         return {
-            "name": layer.name,
+            **_placed(plan, layer.name),
             "source": layer.source,
-            "role": place.role,
-            "holding": place.holding,
-            "sync": place.sync,
-            "group": place.group,
             "parameters": sum(h.numel for h in held),
             "flops": cost.flops,
             "ccr": cost.flops / ring if ring else None,
             "sent_bytes": int(self._sent(layer, gradient)),
-            "seconds": plan.prediction.layer_seconds.get(layer.name, 0.0),
-            "why": plan.prediction.reasons.get(layer.name, ""),
         }
 
     def rank(self, rank: int) -> dict[str, Any]:
@@ -107,8 +134,7 @@ class Figures:
         """
         plan, memory = self.program.plan, self._memory[rank]
         return {
-            "rank": rank,
-            "role": " and ".join(plan.duties(rank)) or None,
+            **_predicted(plan, rank),
             "parameter_bytes": int(memory.parameters),
             "memory_bytes": int(memory.peak),
             "buffer_bytes": int(memory.buffers),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tabulate as tables
@@ -18,11 +18,10 @@ from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.ir.regions import OwnCode, names_in, regions
 from splitc.ir.short_wire import wire_text
 from splitc.report.blocks import Hidden, Row, collapse
-from splitc.report.figures import Figures, by_bytes
+from splitc.report.figures import ERROR, Figures, by_bytes
 
 WIDTH = 80
 MANY = 24  # layers; above this, repeated blocks are collapsed
-ERROR = 0.1  # of a predicted rate (docs/measurements/accuracy.md); plans that differ by less are equal
 REASONS = 16  # layers; above this, reasons are given for the largest layers only
 tables.MIN_PADDING = 0  # columns are as narrow as their text
 
@@ -125,6 +124,14 @@ def _price(plan: Plan) -> str:
     return f"takes {units.seconds(plan.step_seconds)}, {rate} (predicted by simulation{basis}{own})"
 
 
+def by_ranks(rows: Iterable[tuple[int, Sequence[str]]]) -> list[list[str]]:
+    """Join the rows of ranks that are equal: `[[ranks 0-2, ...], ...]`."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, cells in rows:
+        alike.setdefault(tuple(cells), []).append(rank)
+    return [[rank_list(ranks), *cells] for cells, ranks in alike.items()]
+
+
 def rank_list(ranks: Sequence[int]) -> str:
     """Format ranks as ranges, `(0, 1, 2)` -> `ranks 0-2`; at most four ranges, then the number of ranks left out."""
     if len(ranks) == 1:
@@ -165,13 +172,13 @@ def _cells(layer: Mapping[str, Any]) -> tuple[str, ...]:
         units.count(layer["flops"]),
         "" if layer["ccr"] is None else units.count(layer["ccr"]),
         short(layer["role"], 8),
-        _held(layer),
+        held(layer),
         units.nbytes(layer["sent_bytes"]) if layer["sent_bytes"] else "",
         units.seconds(layer["seconds"]) if layer["seconds"] else "",
     )
 
 
-def _held(layer: Mapping[str, Any]) -> str:
+def held(layer: Mapping[str, Any]) -> str:
     """Format the gradient sync, after the shard of a sharded layer: `all_reduce`, `1/2 all_reduce`; or its holding."""
     if layer["holding"] != "sharded":
         return str(layer["sync"] if layer["holding"] == "replicated" else layer["holding"])
@@ -179,14 +186,14 @@ def _held(layer: Mapping[str, Any]) -> str:
 
 
 def _ranks(program: PlacedProgram, figures: Figures) -> str:
-    alike: dict[tuple[str, ...], list[int]] = {}
+    rows = []
     for rank in range(program.plan.world):
         one = figures.rank(rank)
         sizes = [units.nbytes(one[k]) for k in ("parameter_bytes", "memory_bytes", "sent_bytes", "received_bytes")]
         sizes[2] += f" in {one['messages']:.4g}"
-        alike.setdefault((one["role"] or "idle", *sizes), []).append(rank)
+        rows.append((rank, [one["role"] or "idle", *sizes]))
     headers = ["", "role", "params", "memory", "sends/step", "receives"]
-    rows = [[short(rank_list(ranks), 24), *key] for key, ranks in alike.items()]
+    rows = [[short(ranks, 24), *cells] for ranks, *cells in by_ranks(rows)]
     text = table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1)
     return "\n".join([text, *map(wrap, _slow(figures))])
 

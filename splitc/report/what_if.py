@@ -104,7 +104,7 @@ def planned(place: Place, program: Program) -> Plan:
 
 def patient(made: Made) -> Made:
     """`made`, which raises TimeoutError after half a minute, or SPLITC_ADVICE seconds."""
-    until = perf_counter() + _patience()
+    until = perf_counter() + advice_seconds()
 
     def timed(place: Place, program: Program) -> Plan:
         if perf_counter() > until:
@@ -139,7 +139,7 @@ def quantities(place: Place, program: Program, made: Made = planned) -> tuple[Qu
     )
 
 
-def _patience() -> float:
+def advice_seconds() -> float:
     """Seconds that advice may take."""
     given = os.environ.get("SPLITC_ADVICE", _PATIENCE)
     try:
