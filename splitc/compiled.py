@@ -34,6 +34,8 @@ from splitc.ir.program import LoweredProgram, Program
 from splitc.ladder import Rung, ladder
 from splitc.passes.analysis import analyse
 from splitc.report.drift import expected
+from splitc.report.figures import of_plan
+from splitc.report.html import head
 from splitc.report.text import report, tried
 from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.parameter_groups import OptimizerFactory
@@ -178,6 +180,10 @@ class CompiledProgram:
     def report(self) -> str:
         """The placement table and the predicted costs, for an 80-column terminal; the last line is `verdict`."""
         return f"{report(self.program)}\n{self.verdict}\n"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the head of the page."""
+        return head(of_plan(self.plan, self.program.name))
 
     @typed
     def rank(self, rank: int) -> fx.GraphModule:

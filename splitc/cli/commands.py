@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from splitc.cli.files import check_writable
 from splitc.cli.names import check_names, require_build
 from splitc.codegen.build_folder import require_writable
 from splitc.runtime.progress import Step
@@ -45,16 +47,19 @@ _FUNCTIONS = {
 def inspect(args: argparse.Namespace) -> int:
     """Print the placement report, of several clusters that of the best one; 1 where a requirement is not met."""
     from splitc.cli.comparing import best_of, clusters_text, judged, told
-    from splitc.report import as_json, report
+    from splitc.cli.pages import figures_of, write_page
+    from splitc.report import report
 
+    if args.html:
+        check_writable("--html", args.html)
     program, rows = best_of(args)
     judgements = judged(args.require, rows)
+    asked = {"request": program.request.fingerprint, "clusters": rows, "required": judgements}
     if args.json:
-        figures = as_json(program.validated().program)
-        figures |= {"request": program.request.fingerprint, "clusters": rows, "required": judgements}
-        if args.min_world:
-            figures["ladder"] = [{"world": each.world, "text": each.text} for each in program.ladder(args.min_world)]
+        figures = figures_of(program.validated(), args) | asked
         print(json.dumps(figures, indent=1))
+        if args.html:
+            write_page(args.html, figures, sys.stderr)
         return int(not all(each["met"] for each in judgements))
     shown, request = program.program, program.request.fingerprint
     print(f"{clusters_text(rows)}\n\n" * (len(rows) > 1) + report(shown, args.all, request), flush=True)
@@ -64,6 +69,8 @@ def inspect(args: argparse.Namespace) -> int:
         print(report(program.program, args.all, request))
     print(program.verdict)
     _print_ladder(program, args)
+    if args.html:
+        write_page(args.html, figures_of(program, args) | asked)
     return told(judgements)
 
 

@@ -52,6 +52,7 @@ splitc COMMAND --help shows more.
   splitc inspect examples/alexnet.py --world 4 --json > report.json
   splitc inspect examples/alexnet.py --world 4 \\
       --cluster v100-10gbe,rtx4090-2.5gbe,my.toml --require 'samples/s>=400'
+  splitc inspect examples/alexnet.py --world 4 --html report.html
 """,
     "explain": """examples:
   splitc explain examples/alexnet.py classifier.1 --world 4 --cluster v100-10gbe
@@ -99,6 +100,7 @@ options, after the folder
   --correct CLUSTER.TOML  with --measure: correct this cluster file by what
                           was measured, or write a new one
   --json                  with --measure: print the comparison as JSON
+  --html FILE             with --measure: write it as one page
 
   --hosts A,B:2           copy the build to these hosts over ssh, and run it
                           there; :2 are the ranks of one (default: even)

@@ -165,6 +165,7 @@ def measuring_options() -> Parser:
         help="with --measure: correct this cluster file by what was measured, or write a new one",
     )
     add("--json", action="store_true", help="with --measure: print the comparison as JSON (schema 1)")
+    add("--html", type=Path, metavar="FILE", help="with --measure: write the comparison as one page")
     return parser
 
 
@@ -208,7 +209,7 @@ def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--restarts is for training; leave out --measure")
     if args.measure and args.hosts:
         parser.error("--measure runs on this machine; on several start launch.py --measure FILE, then --measured FILE")
-    for name in ("trace", "correct", "json"):
+    for name in ("trace", "correct", "json", "html"):
         if getattr(args, name) and not (args.measure or args.measured):
             parser.error(f"--{name} belongs to --measure, which is not there")
     return args

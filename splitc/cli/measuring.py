@@ -9,16 +9,20 @@ import tempfile
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from splitc.cli.correcting import cluster_to_correct, correction_command, write_correction
 from splitc.cli.files import check_writable, write_file
+from splitc.cli.pages import write_page
 from splitc.codegen.build_folder import TIMELINE
-from splitc.cost_models.calibration.correction import factors_of
+from splitc.cost_models.calibration.correction import Factors, factors_of
 from splitc.cost_models.calibration.record import Seen, keep, run_of
 from splitc.cost_models.simulation.trace import chrome_trace
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
+from splitc.report.figures import of_plan
 from splitc.report.measurement import WIDTH, Measurement, as_json, as_text, factors_in_words, read_measurement
+from splitc.report.step import timeline
 from splitc.runtime.progress import Step
 from splitc.runtime.transport.phases import TRACED, WARM_UP, Span
 
@@ -31,8 +35,9 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
     arguments: those for launch.py.  Raises LaunchError before any process starts for what is wrong.
     """
     _can_measure(folder, plan, args.steps)
-    if args.trace is not None:
-        check_writable("--trace", args.trace)
+    for option in ("trace", "html"):
+        if getattr(args, option) is not None:
+            check_writable(f"--{option}", getattr(args, option))
     cluster = None if args.correct is None else cluster_to_correct(args.correct, plan)
     measured = _run(folder, plan, args, arguments)
     if measured is None:
@@ -56,6 +61,8 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
     if args.trace is not None:
         _write_trace(args.trace, folder, plan, measured)
         print(f"wrote {args.trace}: a timeline of the last steps, which opens in ui.perfetto.dev", file=said)
+    if args.html is not None:
+        write_page(args.html, _figures(folder.name, plan, measured, factors), said)
     if factors is None or factors.empty:
         if cluster is not None:
             print(f"{args.correct} was not written: nothing could be compared", file=said)
@@ -68,6 +75,14 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
         print(f"wrote {args.correct}{'' if kept is None else f'; as it was it is kept in {kept}'}", file=said)
         print(f"compile the model for it with: splitc compile MODEL --cluster {args.correct}", file=said)
     return 0
+
+
+def _figures(name: str, plan: Plan, measured: Measurement, factors: Factors | None) -> dict[str, Any]:
+    """The figures of the page: those that a plan tells by itself, and beside them what was measured."""
+    roles = [" and ".join(plan.duties(rank)) for rank in range(plan.world)]
+    seconds = max(phases.step for phases in measured.ranks)
+    drawn = timeline(measured.spans, seconds, roles) if measured.spans else None
+    return {**of_plan(plan, name), "measured": {**as_json(plan, measured, factors), "timeline": drawn}}
 
 
 def _can_measure(folder: Path, plan: Plan, steps: int | None) -> None:

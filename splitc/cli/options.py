@@ -81,6 +81,7 @@ def _inspect(add: Add) -> None:
     _ladder(add)
     _require(add)
     add("--json", action="store_true", help="print the report as JSON (schema 1)")
+    _html(add)
     add("--all", action="store_true", help="show every layer, also blocks that repeat")
 
 
@@ -112,6 +113,7 @@ def _tune(add: Add) -> None:
     add("--finalists", type=positive, default=6, metavar="N", help="different plans to run, at most (default 6)")
     add("--budget", type=seconds, default=60.0, metavar="SECONDS", help="how long they run, about (default 60)")
     add("--hosts", metavar="A,B:2", help="run on these hosts over ssh, as splitc run does; :2 are ranks of one")
+    _html(add)
     add("--again", action="store_true", help="run them also where it is known which is the fastest on these hosts")
 
 
@@ -232,6 +234,10 @@ def _ladder(add: Add) -> None:
 def _require(add: Add) -> None:
     text = "'samples/s>=400', 'step<=50ms', 'x DDP>=2', 'memory<=16GB', 'sends<=10MB'; else exit code 1; repeatable"
     add("--require", action="append", default=[], metavar="BOUND", help=text)
+
+
+def _html(add: Add) -> None:
+    add("--html", type=Path, metavar="FILE", help="write the report as one page, with other plans of half a minute")
 
 
 def _wire(add: Add) -> None:

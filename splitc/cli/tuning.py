@@ -17,7 +17,9 @@ from pathlib import Path
 import torch
 
 from splitc.cli.compiling import compiled, listed
+from splitc.cli.files import check_writable
 from splitc.cli.hosts import Host, parse_hosts, run_on_hosts
+from splitc.cli.pages import figures_of, write_page
 from splitc.codegen.build_folder import WEIGHTS, require_writable
 from splitc.codegen.generate import generate
 from splitc.codegen.save import require_importable
@@ -38,6 +40,8 @@ def tune(args: argparse.Namespace) -> int:
     """Run the finalists and write the fastest; returns 1 when the ranks cannot be started."""
     folder = Path(args.output)
     require_writable(folder)
+    if args.html:
+        check_writable("--html", args.html)
     hosts = None if args.hosts is None else parse_hosts(args.hosts, args.world)
     program = compiled(args).validated()
     require_importable(program.program, "tune")
@@ -56,6 +60,8 @@ def tune(args: argparse.Namespace) -> int:
     made = program.of(best)
     made.save(folder)
     print(f"{tried(made.plan)}\nwrote {folder}/: {listed(made.files)}\nrun   splitc run {folder} --steps 3")
+    if args.html:
+        write_page(args.html, figures_of(made, args))
     return 0
 
 
