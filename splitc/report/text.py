@@ -193,8 +193,8 @@ def _ranks(program: PlacedProgram, figures: Figures) -> str:
         sizes[2] += f" in {one['messages']:.4g}"
         rows.append((rank, [one["role"] or "idle", *sizes]))
     headers = ["", "role", "params", "memory", "sends/step", "receives"]
-    rows = [[short(ranks, 24), *cells] for ranks, *cells in by_ranks(rows)]
-    text = table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1)
+    shown = [[short(ranks, 24), *cells] for ranks, *cells in by_ranks(rows)]
+    text = table(headers, shown, ("left", "left", "right", "right", "right", "right"), elastic=1)
     return "\n".join([text, *map(wrap, _slow(figures))])
 
 

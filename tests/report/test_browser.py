@@ -55,11 +55,13 @@ def written(given: dict[str, Any], folder: Path) -> str:
 def opened(browser: Any, url: str, **options: Any) -> tuple[Any, list[str]]:
     """The page, and what it asked for beside itself or complained of."""
     wrong: list[str] = []
+    file = url.partition("#")[0]
     shown = browser.new_context(**options).new_page()
-    shown.on("request", lambda request: wrong.append(request.url) if request.url.partition("#")[0] != url else None)
+    shown.on("request", lambda request: wrong.append(request.url) if request.url.partition("#")[0] != file else None)
     shown.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
     shown.on("pageerror", lambda error: wrong.append(str(error)))
     shown.on("dialog", lambda dialog: wrong.append(dialog.message))
+    shown.set_default_timeout(240_000)
     shown.goto(url)
     return shown, wrong
 

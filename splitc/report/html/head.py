@@ -45,8 +45,8 @@ def bars(figures: Figures) -> list[Bar]:
     found = []
     for each in figures["tried"]:
         if each["measured"] and not each["failed"]:
-            rates = (each["global_batch"] / each[key] if each[key] else 0.0 for key in ("predicted", "measured"))
-            found.append(Bar(each["name"], *rates, each["spread"], each["plan"] == figures["plan"]))
+            said, ran = (each["global_batch"] / each[key] if each[key] else 0.0 for key in ("predicted", "measured"))
+            found.append(Bar(each["name"], said, ran, each["spread"], each["plan"] == figures["plan"]))
     if not any(each.own for each in found):
         seconds = figures["measured_seconds"]
         measured = figures["global_batch"] / seconds if seconds else 0.0
