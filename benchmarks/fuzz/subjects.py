@@ -34,7 +34,7 @@ from splitc.errors import SplitcError
 from splitc.ir.cluster_file import to_data
 from splitc.ir.plan import Plan
 from splitc.passes.analysis import analyse
-from splitc.report.what_if import _patience
+from splitc.report.what_if import advice_seconds
 from splitc.runtime.checkpoints.manifest import MANIFEST, Manifest, checksum
 from splitc.runtime.transport.distributed import init, rank_among, seconds_to_wait, started_world
 from splitc.runtime.transport.simulated import run_ranks
@@ -218,7 +218,7 @@ class Subjects:
 
     def environment(self, given: dict[str, str]) -> None:
         with patch.dict(os.environ, {**given, "SPLITC_TIMEOUT": given.get("SPLITC_TIMEOUT", "1e-3")}):
-            for read in (seconds_to_wait, started_world, lambda: rank_among(2), _patience):
+            for read in (seconds_to_wait, started_world, lambda: rank_among(2), advice_seconds):
                 read()
             with _silent():
                 init(2)
