@@ -375,3 +375,14 @@ def test_a_build_is_measured_on_real_ranks_and_its_cluster_corrected(build: Path
     assert {span["cat"] for span in spans} == {"compute", "wait", "comm"}
     assert max(span["ts"] + span["dur"] for span in spans) < 60e6
     torch.load("state.pt", weights_only=True)
+
+
+def test_measuring_writes_a_page_with_both_steps_of_each_rank(
+    build: Path, ranks: Callable[..., Ran], capsys: Capture
+) -> None:
+    ranks(file_of([MEASURED]))
+    done = splitc(capsys, "run build --measure --html page.html")
+    text = Path("page.html").read_text()
+    assert done.code == 0 and "wrote page.html" in done.out
+    assert '<td class="t">predicted</td>' in text and '<td class="t">measured</td>' in text
+    assert "does not tell the memory of its ranks" in text

@@ -129,6 +129,6 @@ def _phases(figures: Figures) -> Iterator[tuple[int, list[str]]]:
     for each in figures["ranks"]:
         own = {key: each[f"{key}_seconds"] for key in _KEYS} | {"sent_bytes": each["sent_bytes"]}
         measured = (of["measured"] for of in figures.get("measured", {}).get("ranks", ()) if of["rank"] == each["rank"])
-        for name, of in (("predicted", own), *(("measured", of) for of in measured)):
+        for name, of in (*[("predicted", own)] * any(own.values()), *(("measured", of) for of in measured)):
             seconds = (units.seconds(of[key]) for key in _KEYS)
             yield each["rank"], [each["role"] or "idle", name, *seconds, units.nbytes(of["sent_bytes"])]
