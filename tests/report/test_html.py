@@ -147,7 +147,9 @@ def test_the_head_names_both_baselines_and_what_was_measured() -> None:
     given["candidates"].append(ddp)
     said = " ".join(Page(page(given)).said("p"))
     assert "trains at 3,000 samples/s on 3 ranks of v100-10gbe by late_multiply: " in said
-    assert "0.5 times as fast as one process and 2.0 times as fast as DDP" in said, "predicted beside predicted"
+    assert "0.5 times as fast as one process (predicted) and 2.0 times as fast as DDP (predicted)." in said, (
+        "predicted beside predicted"
+    )
     assert "Predicted 2,000 samples/s ± 10%" in said and "measured 3,000, the prediction is -33.3% off" in said
     tried = Tried("late_multiply 3", given["plan"], 12, 0.006, 0.004, 0.02, 5)
     slower = Tried("data_parallel 3", "", 12, 0.012, 0.012, 0.02, 5)

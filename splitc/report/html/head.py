@@ -67,7 +67,8 @@ def sentence(figures: Figures) -> str:
     if own is None:
         return f"{figures['model']} {where}: {figures['strategy']} has no price; --cluster gives it one."
     others = [(name, each) for key, name in _BASELINES.items() for each in rows if each.strategy == key != own.strategy]
-    faster = " and ".join(f"{own.times(each):.1f} times as fast as {name}" for name, each in others)
+    said = {each: " (predicted)" if own.measured and not each.measured else "" for _, each in others}
+    faster = " and ".join(f"{own.times(each):.1f} times as fast as {name}{said[each]}" for name, each in others)
     how = f"by {own.name}{'' if figures['exact'] else ', approximately'}{': ' if faster else ''}{faster}"
     return f"{figures['model']} trains at {own.rate:,.0f} samples/s {where} {how}."
 
