@@ -49,7 +49,7 @@ class Device:
     """
 
     name: _Name
-    flop_rate: Annotated[Mapping[str, _Positive], Keys(DTYPES), Limit(bool, "of rates in FLOP/s")]
+    flop_rate: Annotated[Mapping[str, _Positive], Keys(DTYPES)]
     memory_bandwidth: _Positive
     memory: _Positive
     efficiency: Annotated[Mapping[str, _Fraction], Keys(EFFICIENCIES, needed=("matmul", "memory"))]

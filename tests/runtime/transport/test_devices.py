@@ -221,7 +221,7 @@ def test_launch_py_takes_a_device_and_tells(monkeypatch: pytest.MonkeyPatch) -> 
             pass
 
     monkeypatch.setattr(launching, "init", init)
-    monkeypatch.setattr(launching, "guarded", lambda run, history: run())
+    monkeypatch.setattr(launching, "guarded", lambda run, history=None: run())
     monkeypatch.setattr("sys.argv", ["launch.py", "--device", "cpu"])
     with pytest.raises(LaunchError, match="far enough"):
         launching.main(train, 2)
