@@ -62,7 +62,7 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
         _write_trace(args.trace, folder, plan, measured)
         print(f"wrote {args.trace}: a timeline of the last steps, which opens in ui.perfetto.dev", file=said)
     if args.html is not None:
-        write_page(args.html, _figures(folder.name, plan, measured, factors), said)
+        write_page(args.html, _figures(folder, plan, measured, factors), said)
     if factors is None or factors.empty:
         if cluster is not None:
             print(f"{args.correct} was not written: nothing could be compared", file=said)
@@ -77,12 +77,26 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
     return 0
 
 
-def _figures(name: str, plan: Plan, measured: Measurement, factors: Factors | None) -> dict[str, Any]:
+def _figures(folder: Path, plan: Plan, measured: Measurement, factors: Factors | None) -> dict[str, Any]:
     """The figures of the page: those that a plan tells by itself, and beside them what was measured."""
-    roles = [" and ".join(plan.duties(rank)) for rank in range(plan.world)]
-    seconds = max(phases.step for phases in measured.ranks)
-    drawn = timeline(measured.spans, seconds, roles) if measured.spans else None
-    return {**of_plan(plan, name), "measured": {**as_json(plan, measured, factors), "timeline": drawn}}
+
+    def drawn(spans: Sequence[Span], seconds: float) -> dict[str, Any] | None:
+        roles = [" and ".join(plan.duties(rank)) for rank in range(plan.world)]
+        return timeline(spans, seconds, roles) if spans else None
+
+    of_measured = drawn(measured.spans, max(phases.step for phases in measured.ranks))
+    predicted = drawn(_predicted(folder), plan.prediction.simulated_seconds * plan.period * plan.accumulate)
+    found = {**as_json(plan, measured, factors), "timeline": of_measured}
+    return {**of_plan(plan, folder.name), "timeline": predicted, "measured": found}
+
+
+def _predicted(folder: Path) -> tuple[Span, ...]:
+    """The spans of the predicted steps of a build; none where it has none.  Raises LaunchError for a damaged file."""
+    file = folder / TIMELINE
+    try:
+        return tuple(Span(*each) for each in json.loads(file.read_text())) if file.is_file() else ()
+    except (ValueError, TypeError) as error:
+        raise LaunchError(f"{file} is damaged ({error}); delete it, or compile again") from error
 
 
 def _can_measure(folder: Path, plan: Plan, steps: int | None) -> None:
@@ -121,7 +135,5 @@ def _run(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence
 def _write_trace(path: Path, folder: Path, plan: Plan, measured: Measurement) -> None:
     """Write the measured timeline, below the predicted one if the build has that."""
     roles = {rank: ", ".join(plan.duties(rank)) or "idle" for rank in range(plan.world)}
-    file, spans = folder / TIMELINE, {"measured": measured.spans}
-    if file.is_file():
-        spans = {"predicted": tuple(Span(*each) for each in json.loads(file.read_text())), **spans}
-    write_file("--trace", path, json.dumps(chrome_trace(spans, roles)) + "\n")
+    spans = {"predicted": predicted} if (predicted := _predicted(folder)) else {}
+    write_file("--trace", path, json.dumps(chrome_trace({**spans, "measured": measured.spans}, roles)) + "\n")

@@ -11,7 +11,6 @@ from typing import Any, TextIO
 
 from splitc.cli.files import write_file
 from splitc.compiled import CompiledProgram
-from splitc.ir.cluster import Cluster
 from splitc.report.figures import as_json
 from splitc.report.grid import what_if
 from splitc.report.html import page
@@ -25,8 +24,7 @@ def figures_of(program: CompiledProgram, args: argparse.Namespace) -> dict[str, 
     if vars(args).get("min_world"):
         figures["ladder"] = [{"world": each.world, "text": each.text} for each in program.ladder(args.min_world)]
     if args.html:
-        known = settings.cluster if isinstance(settings.cluster, Cluster) else None
-        figures |= figures_of_step(program.program, known)
+        figures |= figures_of_step(program.program)
         if vars(args).get("plan") is None:
             with Step(f"planning {program.program.name} with other links, batches and worlds", args.quiet):
                 place = replace(settings, wire=program.plan.wire).place()

@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from splitc.cost_models.simulation.timeline import simulate
-from splitc.ir.cluster import Cluster
 from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import wire
 from splitc.runtime.transport.phases import Span, union
@@ -18,12 +16,11 @@ _MOST = 8_000  # parts of a step that are told apart, over all ranks
 _LARGE = 20_000  # ranks times layers, above which no single operations are simulated
 
 
-def figures_of_step(program: LoweredProgram, cluster: Cluster | None) -> dict[str, Any]:
-    """Return the predicted timeline of a step or a round, None without a cluster, and its messages and collectives."""
-    plan, spans = program.plan, tuple[Span, ...]()
-    if cluster is not None and plan.world * len(program.layers) <= _LARGE:
-        simulated = simulate(program, cluster, record=True)
-        spans, seconds = simulated.spans, simulated.step_seconds * plan.period * plan.accumulate
+def figures_of_step(program: LoweredProgram) -> dict[str, Any]:
+    """Return the predicted timeline of a step or a round, None where it is not known, and what travels in a step."""
+    plan, simulated = program.plan, program.plan.prediction.spans
+    spans = simulated() if simulated is not None and plan.world * len(program.layers) <= _LARGE else ()
+    seconds = plan.prediction.simulated_seconds * plan.period * plan.accumulate
     roles = [" and ".join(plan.duties(rank)) for rank in range(plan.world)]
     return {
         "timeline": timeline(spans, seconds, roles) if spans else None,

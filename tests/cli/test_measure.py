@@ -386,3 +386,10 @@ def test_measuring_writes_a_page_with_both_steps_of_each_rank(
     assert done.code == 0 and "wrote page.html" in done.out
     assert '<td class="t">predicted</td>' in text and '<td class="t">measured</td>' in text
     assert "does not tell the memory of its ranks" in text
+    figures = json.loads(text.partition('id="figures">')[2].partition("</script>")[0])
+    plan = read_plan_file(build / "plan.json")
+    seconds = plan.prediction.simulated_seconds * plan.period * plan.accumulate
+    assert figures["timeline"]["seconds"] == pytest.approx(seconds) and figures["timeline"]["lanes"]
+    (build / "timeline.json").write_text('[["no span"]]')
+    done = splitc(capsys, "run build --measure --html page.html")
+    assert done.code == 2 and "timeline.json is damaged" in done.err and "Traceback" not in done.err

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from splitc.cli.model_file import load_model
-from splitc.cost_models.clusters.named import load_cluster
 from splitc.report import as_json
 from splitc.report.html import page
 from splitc.report.step import figures_of_step
 from tests import ROOT
 from tests.report.test_html import EVIL, figures
-from tests.support.compiled import CLUSTER, compiled
+from tests.support.compiled import compiled
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'splitc[browser]'")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install 'splitc[browser]'")
@@ -43,7 +42,7 @@ def of_example(name: str) -> dict[str, Any]:
     data = {key: value for key, value in file.example.tensors.items() if key != "target"}
     made = compiled(file.model, data, file.example.tensors["target"], file.example.loss, 4, "data_parallel").program
     made = replace(made, plan=replace(made.plan, prediction=replace(made.plan.prediction, all=None)))
-    return {**as_json(made), **figures_of_step(made, load_cluster(CLUSTER))}
+    return {**as_json(made), **figures_of_step(made)}
 
 
 def written(given: dict[str, Any], folder: Path) -> str:

@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from splitc.compiled import CompiledProgram
-from splitc.cost_models.clusters.named import load_cluster
 from splitc.ir.prediction import Candidate, Tried
 from splitc.report.figures import as_json, of_plan
 from splitc.report.grid import what_if
 from splitc.report.html import page
 from splitc.report.step import figures_of_step, timeline
 from splitc.runtime.transport.phases import Span
-from tests.support.compiled import CLUSTER, class_batch, compiled
+from tests.support.compiled import class_batch, compiled
 
 EVIL = '<script>alert(\'&amp;"1")</script>'
 VOID = {"meta"}
@@ -45,7 +44,7 @@ def program() -> CompiledProgram:
 @cache
 def _figures() -> dict[str, Any]:
     settings, made = program().request.settings, program()
-    figures = {**as_json(made.program), **figures_of_step(made.program, load_cluster(CLUSTER))}
+    figures = {**as_json(made.program), **figures_of_step(made.program)}
     cell = {
         "bandwidth": 1e9,
         "batch": 4,
@@ -125,7 +124,7 @@ def test_a_page_loads_nothing_and_embeds_the_figures_that_it_is_made_of() -> Non
 
 
 def test_the_same_figures_make_the_same_bytes_and_the_same_program_the_same_figures() -> None:
-    again = {**as_json(program().program), **figures_of_step(program().program, load_cluster(CLUSTER))}
+    again = {**as_json(program().program), **figures_of_step(program().program)}
     assert page({**again, "what_if": figures()["what_if"]}) == page(figures())
 
 
