@@ -668,7 +668,7 @@ def started(*arguments: object, folder: Path, launcher: list[str] | None = None)
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_command_measures_this_machine_on_real_ranks_and_writes_a_cluster(tmp_path: Path) -> None:
-    process = started("-o", "mine.toml", "--budget", 1, "--ranks", 2, folder=tmp_path)
+    process = started("-o", "mine.toml", "--budget", 1, "--ranks", 2, "--all", folder=tmp_path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     cluster = load_cluster(tmp_path / "mine.toml")
