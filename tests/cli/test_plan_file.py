@@ -77,7 +77,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"roles": {"trunk": [0, "1"], "head": [2]}}, "roles: trunk: number 1 is '1'; it must be a whole number"),
     ({"placements": {"*": "trnk"}}, "placements: * has role 'trnk'; did you mean trunk? there are trunk, head"),
     ({"placements": {"*": {"rol": "trunk"}}}, "placements: *: rol is an unknown key; did you mean role?"),
-    ({"placements": {"*": 1}}, "placements: * is 1; it must be a table of role, holding, sync"),
+    ({"placements": {"*": 1}}, "placements: * is 1; it must be a text or a table of role, holding, sync"),
     (
         {"placements": {"*": "trunk", "secnd": "head"}},
         "'secnd' matches no layer; did you mean second? the first are first, se",

@@ -19,6 +19,7 @@ from splitc.ir.prediction import Candidate, Tried
 from splitc.report.figures import as_json, of_plan
 from splitc.report.grid import what_if
 from splitc.report.html import page
+from splitc.report.html.head import sentence
 from splitc.report.step import figures_of_step, timeline
 from splitc.runtime.transport.phases import Span
 from tests.support.compiled import class_batch, compiled
@@ -229,3 +230,12 @@ def test_the_grid_has_the_plan_of_now_first_and_its_neighbours(monkeypatch: pyte
     assert not any(each["flips"] for each in grid["cells"]), "a strategy was asked for"
     by_world = {each["world"]: each["samples_per_second"] for each in grid["cells"] if each["bandwidth"] > 4e9}
     assert all(by_world.values())
+
+
+def test_a_plan_is_not_called_faster_than_one_process_that_takes_as_long_for_the_same_examples() -> None:
+    given = figures()
+    assert "times as fast as one process" in sentence(given)
+    alone = figures(advice="One rank alone takes 4 ms for all 12 examples, 3 ranks 5 ms.")
+    assert "no faster than one process with as many examples" in sentence(alone)
+    idle = figures(advice="1 of 3 ranks is idle.", world=given["world"] + 1)
+    assert "times as fast as one process" in sentence(idle)

@@ -60,7 +60,10 @@ def bars(figures: Figures) -> list[Bar]:
 
 
 def sentence(figures: Figures) -> str:
-    """`AlexNet trains at 7,345 samples/s on 4 ranks of v100-10gbe by late_multiply: 3.6 times as fast as DDP.`."""
+    """`AlexNet trains at 7,345 samples/s on 4 ranks of v100-10gbe by late_multiply: 3.6 times as fast as DDP.`.
+
+    A plan of which all ranks work has advice where one process is as fast with the examples of all its readers.
+    """
     rows, of = bars(figures), f" of {figures['cluster']}" if figures["cluster"] else ""
     where = f"on {units.numbered(figures['world'], 'rank')}{of}"
     own = next((each for each in rows if each.own), None)
@@ -68,7 +71,14 @@ def sentence(figures: Figures) -> str:
         return f"{figures['model']} {where}: {figures['strategy']} has no price; --cluster gives it one."
     others = [(name, each) for key, name in _BASELINES.items() for each in rows if each.strategy == key != own.strategy]
     said = {each: " (predicted)" if own.measured and not each.measured else "" for _, each in others}
-    faster = " and ".join(f"{own.times(each):.1f} times as fast as {name}{said[each]}" for name, each in others)
+    working = {rank for ranks in figures["roles"].values() for rank in ranks}
+    alone = {"single_device"} if figures["advice"] and len(working) == figures["world"] else set[str]()
+    faster = " and ".join(
+        f"no faster than {name} with as many examples"
+        if each.strategy in alone
+        else f"{own.times(each):.1f} times as fast as {name}{said[each]}"
+        for name, each in others
+    )
     how = f"by {own.name}{'' if figures['exact'] else ', approximately'}{': ' if faster else ''}{faster}"
     return f"{figures['model']} trains at {own.rate:,.0f} samples/s {where} {how}."
 

@@ -29,11 +29,11 @@ class Manifest:
 
     @staticmethod
     def of(path: Path) -> Manifest | None:
-        """That of a checkpoint; None where it is missing or damaged, or names files that are not beside it."""
+        """That of a checkpoint; None where it is missing or damaged, or names a file or a run of another folder."""
         with suppress(OSError, ValueError, TypeError, AttributeError):
             digest, _, text = (path / MANIFEST).read_text().partition(" ")
             found = Manifest(**json.loads(text))
-            if int(digest, 16) == zlib.crc32(text.encode()) and all(map(is_beside, found.files.keys())):
+            if int(digest, 16) == zlib.crc32(text.encode()) and all(map(is_beside, (found.run, *found.files.keys()))):
                 return found
         return None
 

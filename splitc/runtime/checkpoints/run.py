@@ -147,11 +147,12 @@ class Checkpoints:
             raise LaunchError(f"{folder} has no checkpoint{f' after step {step}' if at else ''}")
         run_id = next((each.run for _, each in found.values() if each), "")
         copies = self.memory / f"splitc-{run_id}"
-        if at is None and any(hosts.all_gather_objects(copies.is_dir())):
+        is_there = any(hosts.all_gather_objects(bool(run_id) and copies.is_dir()))
+        if at is None and is_there:
             found, self._copies = {**found_in(find_disks(hosts, copies, is_private=True)), **found}, copies
         path, passed = newest(found)
         self.source = path.parent
-        if self.source != copies:
+        if is_there and self.source != copies:
             shutil.rmtree(copies, ignore_errors=True)
             self._disks.pop(copies, None)
         if passed and self._transport.rank == 0:

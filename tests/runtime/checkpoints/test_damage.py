@@ -143,3 +143,11 @@ def test_a_manifest_that_says_another_thing_than_it_was_written_with_is_damaged(
     text = (tmp_path / MANIFEST).read_text()
     (tmp_path / MANIFEST).write_text(text.replace('"run"}', '"ran"}').replace('"file": 1', '"file": 2'))
     assert Manifest.of(tmp_path) is None
+
+
+@pytest.mark.parametrize("run", ["", "..", "x/../../home", 3, None])
+def test_a_run_whose_name_leads_to_another_folder_is_none(tmp_path: Path, run: Any) -> None:
+    Manifest(run, "0a1b2c3d", {}).write(tmp_path)
+    assert Manifest.of(tmp_path) is None
+    Manifest("0a1b2c3d", "0a1b2c3d", {}).write(tmp_path)
+    assert Manifest.of(tmp_path) is not None

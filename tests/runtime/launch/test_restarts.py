@@ -93,7 +93,7 @@ def test_three_failures_at_a_step_stop_a_run_and_every_further_start_of_it(found
 
 def test_wrong_input_is_told_at_each_further_start_before_anything_is_loaded(found: Found) -> None:
     assert [sorted(codes)[-1] for codes in found.codes("wrong")] == [3, 3]
-    line = "error: --data tests.support.restarted:data_of_nobody: tests.support.restarted has no data_of_nobody"
+    line = "error: --eval-data tests.support.restarted:data_of_nobody: tests.support.restarted has no data_of_nobody"
     assert found.log("wrong").count(line) == 2
 
 
