@@ -168,7 +168,7 @@ def test_where_all_ranks_work_it_is_told_only_whether_one_alone_is_as_fast_with_
     assert advice(both, model(), plan) == ""
     slow = replace(plan, prediction=replace(plan.prediction, step_seconds=10.0))
     text = advice(both, model(), slow)
-    assert re.fullmatch(rf"One rank alone takes .* for {plan.global_batch} examples, 2 ranks 10 s: .*", text), text
+    assert re.fullmatch(rf"One rank alone takes .* for all {plan.global_batch} examples, 2 ranks 10 s: .*", text), text
 
 
 @pytest.mark.slow
