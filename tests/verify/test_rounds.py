@@ -49,7 +49,7 @@ def test_rounds_in_float32_begin_with_what_the_ranks_have() -> None:
 
 @pytest.mark.slow
 def test_sizes_of_local_batches_weigh_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitc.compiled.scaled_down", lambda sizes, largest: (3, 7))
+    monkeypatch.setattr("splitc.compiled.few_of", lambda program: (3, 7))
     result = local(2).verify()
     assert result.holds and result.examples == 10, result
 
