@@ -10,7 +10,7 @@ RUN    := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-steady lint types clean
+.PHONY: help demo test test-all test-cells test-steady lint types clean
 
 help:       ## list the targets
 	@echo "make TARGET [PYTHON=python3.12] [ARGS=\"extra options of the command\"] [ROUNDS=20]"
@@ -24,9 +24,13 @@ test: $(VENV)/dev.stamp  ## run the everyday tests
 	@echo "test: the everyday tests"
 	@$(RUN) pytest $(PARALLEL) $(ARGS)
 
-test-all: $(VENV)/dev.stamp  ## run all tests, including slow ones
+test-all: $(VENV)/dev.stamp  ## run all tests, including slow ones; of large matrices every second cell
 	@echo "test-all: all tests, including slow ones"
 	@$(RUN) pytest $(PARALLEL) -m "" $(ARGS)
+
+test-cells: $(VENV)/dev.stamp  ## run all tests, with every cell of their matrices
+	@echo "test-cells: all tests, with every cell of their matrices"
+	@SPLITC_CELLS=all $(RUN) pytest $(PARALLEL) -m "" $(ARGS)
 
 test-steady: $(VENV)/dev.stamp  ## run the tests that start threads or processes ROUNDS times, until one fails
 	@for round in $$(seq $(ROUNDS)); do \

@@ -12,6 +12,7 @@ from benchmarks.verify_matrix import MODELS, Model, strategies
 from splitc.compiled import CompiledProgram
 from splitc.ir.program import Program
 from tests.support.compiled import compiled
+from tests.support.sampling import thinned
 
 F32, F64 = torch.float32, torch.float64
 
@@ -34,7 +35,7 @@ CELLS = [(name, (4, 3, 2)[k % 3], k % 8, F32 if k == 1 else F64) for k, name in 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "world", "first", "dtype"), CELLS)
+@pytest.mark.parametrize(("name", "world", "first", "dtype"), thinned(CELLS))
 def test_a_model_of_the_matrix_is_one_process_under_every_eighth_strategy(
     name: str, world: int, first: int, dtype: torch.dtype
 ) -> None:

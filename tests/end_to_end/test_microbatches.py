@@ -23,7 +23,7 @@ from tests.support.compiled import compiled
 from tests.support.delays import delays
 from tests.support.every_strategy import Asked, every_strategy, planned
 from tests.support.ranks import assert_same, batch_of, batches_for, compile_net, on_workers, one_process, plain, train
-from tests.support.sampling import along, in_pairs, sampled
+from tests.support.sampling import along, in_pairs, sampled, thinned
 from tests.support.strict import queued_transports, strict_transports
 
 
@@ -52,7 +52,7 @@ Every second one on the strictest transport, on which what ranks issue must end.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "asked", "number", "schedule", "strict"), MATRIX)
+@pytest.mark.parametrize(("world", "asked", "number", "schedule", "strict"), thinned(MATRIX))
 def test_every_strategy_in_microbatches_is_one_process(
     world: int, asked: Asked, number: int, schedule: str, strict: bool
 ) -> None:

@@ -1,12 +1,24 @@
-"""Which cells of a matrix of tests there are, and which of them run every day: the others run with all tests."""
+"""Which cells of a matrix of tests there are, and which of them run every day: the others run with all tests.
+
+Of a large matrix all tests have every second of the others; with SPLITC_CELLS=all, `make test-cells`, each of them.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable
 from itertools import combinations, product
 from typing import Any
 
 import pytest
+
+_EVERY = 1 if os.environ.get("SPLITC_CELLS") == "all" else 2
+_FEW = 3  # cells that always run
+
+
+def thinned(cells: list[Any]) -> list[Any]:
+    """Every second of many cells."""
+    return cells if len(cells) <= _FEW else cells[::_EVERY]
 
 
 def sampled(
@@ -21,6 +33,8 @@ def sampled(
     cases = list(cases)
     everyday = cases[::one_in] if one_in else everyday
     assert everyday and all(case in cases for case in everyday), "the sample is empty, or not of these cases"
+    others = thinned([case for case in cases if case not in everyday])
+    cases = [case for case in cases if case in everyday or case in others]
 
     def cell(case: Any) -> Any:
         values = (case,) if isinstance(names, str) else case

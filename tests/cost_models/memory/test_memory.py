@@ -26,7 +26,7 @@ from tests.support.every_strategy import planned
 from tests.support.measured_memory import Measured, allocator_peak, in_processes, measured
 from tests.support.models import CASES
 from tests.support.ranks import Net, compile_net, sgd
-from tests.support.sampling import sampled
+from tests.support.sampling import sampled, thinned
 from tests.support.subnet_networks import CLASSES, INPUTS, Chain
 
 WEIGHT = StateTensor("fc.weight", (10, 5), torch.float32, parameter=True, requires_grad=True)
@@ -159,7 +159,7 @@ OF_KINDS = [(name, KINDS[k % 4]) for k, name in enumerate(name for name in CASES
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy"), OF_KINDS)
+@pytest.mark.parametrize(("name", "strategy"), thinned(OF_KINDS))
 def test_models_of_every_kind_have_the_bytes_that_were_predicted(name: str, strategy: str) -> None:
     given = CASES[name].make()
     try:
@@ -170,7 +170,9 @@ def test_models_of_every_kind_have_the_bytes_that_were_predicted(name: str, stra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy"), [*zip(cycle(MODELS), [*STRATEGIES][::2]), ("resnet", "data_parallel")])
+@pytest.mark.parametrize(
+    ("name", "strategy"), thinned([*zip(cycle(MODELS), [*STRATEGIES][::2]), ("resnet", "data_parallel")])
+)
 def test_the_examples_have_the_bytes_that_were_predicted(name: str, strategy: str) -> None:
     assert_as_measured(program(name, strategy))
 
