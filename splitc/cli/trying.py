@@ -17,6 +17,7 @@ from splitc.runtime.launch.torchrun import torchrun
 from splitc.runtime.progress import Step
 from splitc.verify.batches import few_of
 
+_SLOW = 1.0  # seconds, a step that is tried with few examples
 _BESIDE = {"single_device": "one process", "data_parallel": "DistributedDataParallel"}
 
 
@@ -48,7 +49,10 @@ def _train(made: CompiledProgram, args: argparse.Namespace) -> int:
     """Run a build that is removed afterwards; returns the exit code of its launch.py."""
     paths = str(Path(args.model).parent.resolve()), os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # of the model's own code
-    few = ["--data", "splitc.verify.batches:few"] * (few_of(made.program) != made.plan.local_batches)
+    is_slow_here = args.cluster is not None or made.plan.step_seconds > _SLOW
+    sizes = few_of(made.program) if is_slow_here else made.plan.local_batches
+    few = ["--data", "splitc.verify.batches:few"] * (sizes != made.plan.local_batches)
+    print(f"ten steps here, {sum(sizes)} examples each{', few as they take long' * bool(few)}:", flush=True)
     with tempfile.TemporaryDirectory(prefix="splitc-") as temporary:
         command = [str(made.save(Path(temporary) / "build") / "launch.py"), *few, "--steps", "10", "--log-every", "10"]
         return torchrun(command, made.plan.world).returncode
