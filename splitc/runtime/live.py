@@ -92,17 +92,31 @@ class Live:
         self.expected = Expected()
         self._made, self._judged = 0, -_TRIES  # steps: so far, and up to the post that is to be judged
         self._steps: list[tuple[float, float]] = []  # since the last post: seconds, and those computing
-        self._waited, self._by, self._since, self._end = 0.0, dict[Ends, float](), time.monotonic(), 0.0
+        self._since, self._by = time.monotonic(), defaultdict[Ends, float](float)  # the last post, and by ends since
+        self._begun: tuple[float, float, dict[Ends, float]] | None = (
+            None  # when a step did, and what was waited by then
+        )
         self._shown, self._noise, self._was = 0.0, 0.0, list[Posted]()
         self._changes = False
         self._noted, self._medians = False, list[float]()
 
-    def after(self, begun: float, is_async: bool = False) -> None:
-        """A step has ended that began at `begun`; is_async: on a GPU, where it is as long as from the end before."""
-        now = time.monotonic()
-        seconds = now - (self._end or begun if is_async else begun)
-        waited, self._waited, self._end = self._waits.seconds - self._waited, self._waits.seconds, now
-        self._steps.append((seconds, seconds - waited))
+    def begin(self, is_async: bool = False) -> None:
+        """A step begins; what was waited since the last one is not of it.
+
+        is_async: on a GPU, where it begins as the last one ends.
+        """
+        if self._begun is None or not is_async:
+            self._begun = time.monotonic(), self._waits.seconds, dict(self._waits.by)
+
+    def after(self) -> None:
+        """A step has ended."""
+        assert self._begun is not None, "no step has begun"
+        now, waited, by = time.monotonic(), self._waits.seconds, dict(self._waits.by)
+        begun, before, by_then = self._begun
+        self._steps.append((now - begun, now - begun - (waited - before)))
+        for ends, seconds in by.items():
+            self._by[ends] += seconds - by_then.get(ends, 0.0)
+        self._begun = now, waited, by
         self._made += 1
         size = max(1, -(-WINDOW // self.expected.period)) * self.expected.period
         with suppress(RuntimeError):  # of a store that is gone, which training notices where it matters
@@ -121,8 +135,8 @@ class Live:
         """Post the steps since the last time."""
         steps, self._steps, self._since = self._steps, [], time.monotonic()
         middle = statistics.median if self.expected.period == 1 else statistics.fmean
-        before, self._by = self._by, dict(self._waits.by)
-        by = {" ".join(map(str, ends)): (s - before.get(ends, 0.0)) / len(steps) for ends, s in self._by.items()}
+        by = {" ".join(map(str, ends)): seconds / len(steps) for ends, seconds in self._by.items()}
+        self._by.clear()
         own = self._made, middle([s for s, _ in steps]), middle([c for _, c in steps]), by, platform.node()
         self._store.set(f"live {self._rank}", json.dumps(own))
         if self._rank == 0 and self._made >= FIRST:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,10 +29,11 @@ class Worker(Training):
     """Trains one rank, evaluates, and saves its state; `Training` says how it is made and steps."""
 
     def step(self, *batch: Any, **named: Any) -> Tensor:
-        begun = time.monotonic()
+        if self.live is None:
+            return super().step(*batch, **named)
+        self.live.begin(self.device.type == "cuda")
         loss = super().step(*batch, **named)
-        if self.live is not None:
-            self.live.after(begun, self.device.type == "cuda")
+        self.live.after()
         return loss
 
     step.__doc__ = Training.step.__doc__

@@ -46,10 +46,12 @@ class Ranks:
             self.steps += 1
             begun, last = self.clock, max(compute)
             for rank, transport in enumerate(self.transports):
+                self.clock = begun
+                self.live[rank].begin()
                 self.clock = begun + times * (last + transfer)
                 issued = begun + times * compute[rank]
                 transport.waits.add((0, 1), issued, issued)
-                self.live[rank].after(begun)
+                self.live[rank].after()
 
 
 @pytest.fixture
@@ -65,6 +67,17 @@ def test_after_20_steps_there_is_a_line_and_another_one_only_when_steps_change(r
     assert 20 <= ranks.said[0][0] <= 22
     ranks.train(30, transfer=0.12)
     assert [line for _, line in ranks.said[1:]] == ["step 220 ms, predicted 190 ms (+16 %)"]
+
+
+def test_what_is_waited_for_between_steps_is_of_none(ranks: Ranks) -> None:
+    ranks.live[0].expected = Expected(0.2, (0.1, 0.1))
+    for k in range(60):
+        ranks.train(1)
+        for transport in ranks.transports:  # a checkpoint, of some seconds
+            transport.waits.add((0, 1), ranks.clock, ranks.clock)
+            ranks.clock += 3.0 * (k > 30)
+            transport.waits.add((0, 1), ranks.clock - 3.0, ranks.clock - 3.0)
+    assert [line for _, line in ranks.said] == ["step 200 ms, predicted 200 ms (+0 %)"]
 
 
 def test_a_network_at_half_is_reported_within_30_steps_with_the_plan_that_would_be_faster(ranks: Ranks) -> None:
