@@ -26,7 +26,7 @@ from splitc.cost_models.calibration.devices import time_microbenchmarks
 from splitc.cost_models.calibration.microbenchmarks import Microbenchmark, microbenchmarks
 from splitc.cost_models.compute.roofline import layer_seconds
 from splitc.errors import SplitcError
-from splitc.ir.cluster import Device
+from splitc.ir.device import Device
 from splitc.ir.program import Program
 from splitc.passes.analysis import analyse
 from splitc.runtime.heap import keep_memory

@@ -27,8 +27,9 @@ from benchmarks.session import Session
 from benchmarks.testbed import NetworkTestbed
 from benchmarks.thin_line import ThinLine
 from splitc.compiled import CompiledProgram, compile_example
-from splitc.ir.cluster import Cluster, Link
+from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import parse_cluster, to_toml
+from splitc.ir.device import Link
 from splitc.ir.short_wire import parse_wire
 from splitc.passes.place import Place
 from splitc.passes.planner.strategy import parse_strategy

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from splitc.checks.graph import buckets_hold_every_gradient, stages_cover_the_graph
 from splitc.ir import comm_ops
-from splitc.ir.cluster import Link
+from splitc.ir.device import Link
 from splitc.ir.graph import op_name
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import LoweredProgram, Program, Stage

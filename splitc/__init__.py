@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from splitc.errors import PlacementError as PlacementError
     from splitc.errors import SplitcError as SplitcError
     from splitc.ir.cluster import Cluster as Cluster
-    from splitc.ir.cluster import Device as Device
-    from splitc.ir.cluster import Link as Link
+    from splitc.ir.device import Device as Device
+    from splitc.ir.device import Link as Link
     from splitc.ir.placements import Grouping as Grouping
     from splitc.ir.placements import Placement as Placement
     from splitc.ir.plan import Plan as Plan

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from splitc.cost_models.compute.roofline import layer_seconds
 from splitc.errors import CostError
-from splitc.ir.cluster import Device
+from splitc.ir.device import Device
 from splitc.ir.graph import info
 from splitc.ir.linears import linear_layers
 from splitc.ir.program import Program, TensorSpec

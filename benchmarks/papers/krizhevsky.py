@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from splitc.errors import CostError
-from splitc.ir.cluster import Link
+from splitc.ir.device import Link
 
 SCHEMES = ("BK", "B", "B/K")
 

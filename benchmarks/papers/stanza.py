@@ -32,7 +32,7 @@ from benchmarks.papers.conv_fc_split import ConvFcSplit
 from splitc import units
 from splitc.cost_models.network.alpha_beta import recursive_doubling_rounds
 from splitc.errors import CostError
-from splitc.ir.cluster import Device
+from splitc.ir.device import Device
 
 _COPIES = 3
 

@@ -15,8 +15,9 @@ from typing import Any
 from splitc.cost_models.calibration.devices import DeviceFit
 from splitc.cost_models.calibration.link_fit import LinkFit
 from splitc.cost_models.compute.roofline import achieved_flop_rate
-from splitc.ir.cluster import Cluster, Device, Link, Unlike
+from splitc.ir.cluster import Cluster, Unlike
 from splitc.ir.cluster_file import from_data, to_data
+from splitc.ir.device import Device, Link
 
 _LIKE_DEVICES = 1.3  # the factor below which rates are alike: of equal ranks under quotas they differ by up to a fifth
 

@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitc.cost_models.compute.roofline import ops_seconds
-from splitc.ir.cluster import Device
 from splitc.ir.costs import OpCost
+from splitc.ir.device import Device
 
 Vector = NDArray[np.float64]
 

@@ -24,8 +24,8 @@ from splitc.cost_models.calibration.device_fit import Rates, Sample, fit_rates, 
 from splitc.cost_models.calibration.microbenchmarks import Microbenchmark, microbenchmarks, products
 from splitc.cost_models.compute.clocks import clock_of, seeded
 from splitc.cost_models.compute.counting import OpCounter, merged
-from splitc.ir.cluster import Device
 from splitc.ir.costs import OpCost
+from splitc.ir.device import Device
 from splitc.runtime.clocks import Clock
 
 _LEAST, _MOST = 3, 25  # rounds

@@ -24,7 +24,8 @@ import numpy as np
 
 from splitc.cost_models.simulation.alike import num_transfers
 from splitc.cost_models.simulation.timeline import Timeline, simulate
-from splitc.ir.cluster import COLLECTIVES, EFFICIENCIES, Cluster, Device, Link
+from splitc.ir.cluster import Cluster
+from splitc.ir.device import COLLECTIVES, EFFICIENCIES, Device, Link
 from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import wire
 from splitc.runtime.transport.phases import Phases

@@ -23,7 +23,7 @@ import numpy as np
 from splitc import units
 from splitc.cost_models.calibration.devices import Residual, averaged
 from splitc.cost_models.calibration.samples import LARGE, LIKE, LinkSamples, Overlap, Ranks, Sample, times
-from splitc.ir.cluster import COLLECTIVES, Link, Rate
+from splitc.ir.device import COLLECTIVES, Link, Rate
 
 Point = tuple[float, float, float]  # rounds, bytes, seconds
 

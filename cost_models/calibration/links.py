@@ -34,7 +34,7 @@ from splitc.cost_models.calibration.samples import (
     between_hosts,
     groups_of,
 )
-from splitc.ir.cluster import COLLECTIVES
+from splitc.ir.device import COLLECTIVES
 from splitc.runtime.transport.base import Transport
 
 MESSAGES = (64, 2048, 1 << 18, 1 << 20, 1 << 22, 1 << 23)  # bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from splitc.ir.cluster import Device
+from splitc.ir.device import Device
 from splitc.ir.graph import info
 from splitc.ir.program import Program, TensorSpec
 

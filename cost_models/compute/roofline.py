@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from splitc.errors import CostError
-from splitc.ir.cluster import Device
 from splitc.ir.costs import LayerCost, OpCost
+from splitc.ir.device import Device
 
 
 def layer_seconds(cost: LayerCost, device: Device, dtype: str) -> tuple[float, float]:

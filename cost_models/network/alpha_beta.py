@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from splitc.ir.cluster import Link
+from splitc.ir.device import Link
 
 
 def point_to_point(nbytes: float, link: Link) -> float:

@@ -12,7 +12,8 @@ from functools import cache
 from splitc.cost_models.network.alpha_beta import ALGORITHMS, point_to_point, rounds
 from splitc.cost_models.network.sum_shares import shared_sum
 from splitc.cost_models.simulation.operations import Transfer
-from splitc.ir.cluster import Cluster, Link
+from splitc.ir.cluster import Cluster
+from splitc.ir.device import Link
 from splitc.ir.wire_op import WireOp
 
 

@@ -8,7 +8,8 @@ from splitc.cost_models.compute.dtypes import layer_dtypes
 from splitc.cost_models.compute.roofline import layer_seconds
 from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer
 from splitc.cost_models.simulation.paths import Paths
-from splitc.ir.cluster import Cluster, Device
+from splitc.ir.cluster import Cluster
+from splitc.ir.device import Device
 from splitc.ir.program import LoweredProgram
 from splitc.ir.wire_op import Payload, WireOp
 

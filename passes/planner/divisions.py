@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from splitc.ir.cluster import Device
+from splitc.ir.device import Device
 from splitc.passes.planner.order import AT_ONCE, Order
 from splitc.passes.planner.request import Request, largest
 

@@ -20,7 +20,8 @@ from splitc.cost_models.compute.roofline import layer_seconds
 from splitc.cost_models.memory.memory import gradient_nbytes, rank_memory
 from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling, ring_all_reduce
 from splitc.cost_models.network.sum_shares import shared_sum, sum_shares
-from splitc.ir.cluster import Cluster, Device, Link
+from splitc.ir.cluster import Cluster
+from splitc.ir.device import Device, Link
 from splitc.ir.graph import tensor_spec
 from splitc.ir.layers import StateTensor
 from splitc.ir.linears import Linear, Table, column_layers, divisible_layers, late_layers, linear_layers, sparse_tables

@@ -26,7 +26,8 @@ from splitc.runtime.transport.started import is_rank
 if TYPE_CHECKING:
     from splitc.cost_models.calibration.calibrate import Calibration
     from splitc.cost_models.calibration.devices import Residual
-    from splitc.ir.cluster import Cluster, Device, Link
+    from splitc.ir.cluster import Cluster
+    from splitc.ir.device import Device, Link
 
 MOST = 16  # ranks started on a machine without GPUs
 _BUSY = 0.3  # load per core above which the user is warned

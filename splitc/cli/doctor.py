@@ -22,7 +22,8 @@ from splitc.version import __version__
 
 if TYPE_CHECKING:
     from splitc.cost_models.calibration.pairs import Pair
-    from splitc.ir.cluster import Cluster, Link
+    from splitc.ir.cluster import Cluster
+    from splitc.ir.device import Link
     from splitc.runtime.transport.base import Transport
 
 _SLOWER, _FASTER, _SHARING = 0.8, 1.5, 1.3  # factors of a bandwidth from which it is another one
@@ -147,7 +148,7 @@ def _expected(
     pair: Pair, pairs: Sequence[Pair], hosts: Sequence[Mapping[str, Any]], cluster: Cluster | None
 ) -> tuple[Link, str]:
     """What the cluster file says of a pair; without one, what most pairs like it have."""
-    from splitc.ir.cluster import Link
+    from splitc.ir.device import Link
 
     of = [each["host"] for each in hosts]
     ranks = pair.ranks

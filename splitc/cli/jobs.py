@@ -14,7 +14,7 @@ from pathlib import Path
 from splitc.cli.files import check_writable, write_file
 from splitc.cli.launching import check_build
 from splitc.cli.names import require_build
-from splitc.cli.options import Parser
+from splitc.cli.parser import Parser
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
 from splitc.runtime.launch.options import add_options, check_options, use_checkpoints

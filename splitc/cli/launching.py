@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from splitc.cli.options import Parser
+from splitc.cli.parser import Parser
 from splitc.cli.plan_file import read_plan_file
 from splitc.codegen.build_folder import WORLDS
 from splitc.errors import LaunchError

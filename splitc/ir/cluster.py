@@ -1,6 +1,6 @@
 """A cluster: the devices and the links that a plan is priced on.  `cluster_file` reads and writes it as TOML.
 
-Numbers are SI base units: FLOP/s, bytes/s, bytes, seconds.  Ranks are numbered over the hosts, host after host.
+Ranks are numbered over the hosts, host after host.
 """
 
 from __future__ import annotations
@@ -11,118 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated
 
-from splitc.ir.decode import Count, Keys, Limit, at_least, more_than, typed_fields
+from splitc.ir.decode import Count, Limit, typed_fields
+from splitc.ir.device import Device, Link, Name, Positive, slowest_device, slowest_link
 
-DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-_PRODUCTS = ("matmul", "conv", "attention")  # with one efficiency of their FLOPs, and one (`_moved`) of their bytes
-_OF_MEMORY = ("memory", "math", "batch_norm", "pool", "max_pool", "random", *(f"{op}_moved" for op in _PRODUCTS))
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-EFFICIENCIES = tuple(f"{op}{end}" for end in ("", "_backward") for op in (*_PRODUCTS, *_OF_MEMORY))
-_FALLBACK = {  # the op class whose efficiency is used if a class has none
-    **dict.fromkeys(_OF_MEMORY, "memory"),
-    "max_pool": "pool",
-    "conv": "matmul",
-    "attention": "matmul",
-}
-
-_Name = Annotated[str, Limit(bool, "of at least one letter")]
-_Positive = Annotated[float, more_than(0)]
-_NotNegative = Annotated[float, at_least(0)]
-_Fraction = Annotated[float, more_than(0, most=1)]
 _RANKS = Limit(lambda ranks: ranks and all(type(rank) is int and rank >= 0 for rank in ranks), "of ranks, as [2, 3]")
 _TABLES = Limit(lambda tables: True, "of tables; write [[unlike]] over each")
-
-
-@typed_fields
-@dataclass(frozen=True)
-class Device:
-    """The device of one rank.
-
-    flop_rate: dtype name -> peak FLOP/s; "tf32": of float32 convolutions, where they use TensorFloat-32.
-    memory_bandwidth: bytes/s.  memory: bytes.
-    efficiency: op class -> fraction of the peak that is reached: of the FLOP rate "matmul", "conv" and "attention"; of
-    the memory bandwidth "memory", "math" (exponentials and the like), "batch_norm", "pool", "max_pool", "random", and
-    "matmul_moved" and the like for the memory traffic of products; for a backward "conv_backward" and the like.
-    launch: seconds to start one op.  conv_launch: additional seconds to start a convolution.
-    overlap: fraction of the smaller of an op's arithmetic and memory time that is hidden behind the larger.
-    jitter: variance of the time of a computation for each second of it (s): one of t seconds takes t +- sqrt(jitter t).
-    """
-
-    name: _Name
-    flop_rate: Annotated[Mapping[str, _Positive], Keys(DTYPES)]
-    memory_bandwidth: _Positive
-    memory: _Positive
-    efficiency: Annotated[Mapping[str, _Fraction], Keys(EFFICIENCIES, needed=("matmul", "memory"))]
-    launch: _NotNegative
-    conv_launch: _NotNegative = 0.0
-    overlap: Annotated[float, at_least(0, most=1)] = 1.0
-    jitter: _NotNegative = 0.0
-
-    def efficiency_of(self, op: str, backward: bool = False) -> float:
-        """Efficiency of an op class: its own, else that of its forward, else that of its fallback class."""
-        if backward and f"{op}_backward" in self.efficiency:
-            return self.efficiency[f"{op}_backward"]
-        if op in self.efficiency or op == _FALLBACK.get(op, op):
-            return self.efficiency[op]
-        return self.efficiency_of(_FALLBACK[op], backward)
-
-    def scaled(self, factor: float) -> Device:
-        """A device with `factor` times the FLOP rates and memory bandwidth, and the same launch times."""
-        return replace(
-            self,
-            flop_rate={dtype: rate * factor for dtype, rate in self.flop_rate.items()},
-            memory_bandwidth=self.memory_bandwidth * factor,
-        )
-
-    def slowed(self, factor: float) -> Device:
-        """A device that takes `factor` times as long for everything."""
-        launches = {name: getattr(self, name) * factor for name in ("launch", "conv_launch", "jitter")}
-        return replace(self.scaled(1 / factor), **launches)
-
-
-@typed_fields
-@dataclass(frozen=True)
-class Rate:
-    """Measured performance of a collective: seconds = latency * rounds + bytes that each rank sends / bandwidth.
-
-    Rounds and bytes are those of the ring algorithm.
-    """
-
-    bandwidth: _Positive
-    latency: _NotNegative
-
-
-@typed_fields
-@dataclass(frozen=True)
-class Link:
-    """The link of a rank to others.
-
-    bandwidth: bytes/s of one direction.  latency: seconds for one message.
-    duplex: it sends and receives at full bandwidth at the same time.
-    shared: all ranks of a host share this link; else each rank has its own.
-    processor: seconds of compute time that each byte costs a rank that sends or receives it while it computes.
-    message_processor: seconds of compute time that each message costs both its ranks besides; a round of a collective
-    is one that is sent and one that is received.
-    collectives: measured rates of `COLLECTIVES`; one that is missing is priced as messages on the link.
-    """
-
-    bandwidth: _Positive
-    latency: _NotNegative
-    duplex: bool = True
-    shared: bool = False
-    processor: _NotNegative = 0.0
-    message_processor: _NotNegative = 0.0
-    collectives: Annotated[Mapping[str, Rate], Keys(COLLECTIVES, flat=True)] = field(default_factory=dict)
-
-    def with_bandwidth(self, bandwidth: float) -> Link:
-        """The same link at another bandwidth (bytes/s); measured collectives in proportion."""
-        factor = bandwidth / self.bandwidth
-        rates = {k: replace(rate, bandwidth=rate.bandwidth * factor) for k, rate in self.collectives.items()}
-        return replace(self, bandwidth=bandwidth, collectives=rates)
-
-    def divided(self, among: float) -> Link:
-        """The share of each of `among` equal users that use the link at the same time."""
-        return self if among == 1 else self.with_bandwidth(self.bandwidth / among)
 
 
 @typed_fields
@@ -145,7 +38,7 @@ class Learned:
     """
 
     base: str
-    factors: Mapping[str, _Positive]
+    factors: Mapping[str, Positive]
     runs: Count = 1
     ran: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -165,7 +58,7 @@ class Cluster:
     learned: from runs, which is in the numbers already.
     """
 
-    name: _Name
+    name: Name
     device: Device
     link: Link
     world: Count | None = None
@@ -196,7 +89,7 @@ class Cluster:
         """The slowest device of the first `ranks` ranks while all of them compute, which closed forms price."""
         usual = next((rank for rank in range(ranks) if rank not in self._unlike_of), None)
         kinds = [min(each.ranks) for each in self.unlike if min(each.ranks) < ranks]
-        return _slowest([self.device_of(rank, ranks) for rank in (kinds if usual is None else [usual, *kinds])])
+        return slowest_device([self.device_of(rank, ranks) for rank in (kinds if usual is None else [usual, *kinds])])
 
     def kind_of(self, rank: int) -> int:
         """What is equal for ranks with equal devices and links: a number, 0 of those that are not `unlike`."""
@@ -241,16 +134,16 @@ class Cluster:
             most = max(sum((Counter(each.keys()) if rings else each for each in sites), Counter[int]()).values())
             link = self.site_link.divided(most) if self.site_link.shared else self.site_link
             inside = [group for group in groups if not self.crosses_sites(group)]
-            return _slowest_of([link, self.link_over(*inside, rings=rings)]) if inside else link
+            return slowest_link([link, self.link_over(*inside, rings=rings)]) if inside else link
         if self.local_link is None:
-            return self._slowest_link(rank for group in groups for rank in group)
+            return self._slowest_over(rank for group in groups for rank in group)
         hosts = [self._by_host(group) for group in groups]
         crossing = [found for found in hosts if len(found) > 1]
         users: Counter[int] = Counter()
         for found in crossing:
             users.update({host: 1 if rings else len(members) for host, members in found.items()})
         ways = [self._way_out(found[host], users[host], rings) for found in crossing for host in found]
-        return _slowest_of([*ways, self.local_link] if len(crossing) < len(hosts) else ways)
+        return slowest_link([*ways, self.local_link] if len(crossing) < len(hosts) else ways)
 
     def link_across(self, here: Sequence[int], there: Sequence[int]) -> Link:
         """The link that concurrent messages between ranks of `here` and of `there` use, for the busiest rank.
@@ -262,7 +155,7 @@ class Cluster:
             return _crowded(self.site_link, here, there, self.site_of)
         if self.local_link is not None and len(self._by_host({*here, *there})) == 1:
             return self.local_link
-        link = self._slowest_link({*here, *there})
+        link = self._slowest_over({*here, *there})
         return _crowded(link, here, there, self.host_of) if self.ranks_per_host else link
 
     def with_bandwidth(self, bandwidth: float) -> Cluster:
@@ -282,7 +175,7 @@ class Cluster:
 
     def _way_out(self, members: list[int], users: int, rings: bool) -> Link:
         """The link of `members`, a group's ranks on one host, to other hosts while `users` groups share it."""
-        link = self._slowest_link(members)
+        link = self._slowest_over(members)
         if link.shared:
             link = link.divided(users)
         if self.local_link is None or not rings or len(members) == 1:
@@ -290,11 +183,11 @@ class Cluster:
         together = link.bandwidth if link.shared else link.bandwidth * len(members)
         return replace(link, bandwidth=min(together, self.local_link.bandwidth))
 
-    def _slowest_link(self, ranks: Iterable[int]) -> Link:
+    def _slowest_over(self, ranks: Iterable[int]) -> Link:
         """The slowest of the links of `ranks`."""
         if not self.unlike:
             return self.link
-        return _slowest_of(list({id(link): link for link in map(self.link_of, ranks)}.values()))
+        return slowest_link(list({id(link): link for link in map(self.link_of, ranks)}.values()))
 
 
 def _crowded(link: Link, here: Sequence[int], there: Sequence[int], place: Callable[[int], int]) -> Link:
@@ -304,57 +197,3 @@ def _crowded(link: Link, here: Sequence[int], there: Sequence[int], place: Calla
     fewer = min(len(here), len(there))
     crowds = ((n, len(side)) for side in (here, there) for n in Counter(map(place, side)).values())
     return link.divided(max(n * fewer / size for n, size in crowds))
-
-
-def _slowest(devices: list[Device]) -> Device:
-    """The device with the lowest of every number."""
-    first, *more = devices
-    if not more:
-        return first
-    dtypes = [dtype for dtype in first.flop_rate if all(dtype in each.flop_rate for each in more)]
-    rates = {dtype: min(each.flop_rate[dtype] for each in devices) for dtype in dtypes}
-    bandwidth = min(each.memory_bandwidth for each in devices)
-
-    def efficiency(name: str) -> float:
-        """The efficiency relative to the lowest peak; a device with a higher peak reaches a larger fraction of it."""
-        op = name.removesuffix("_backward")
-        of_memory = op in _OF_MEMORY
-        peaks = [({"memory": each.memory_bandwidth} if of_memory else each.flop_rate, each) for each in devices]
-        least = {"memory": bandwidth} if of_memory else rates
-        parts = [peak[k] / least[k] * each.efficiency_of(op, name != op) for peak, each in peaks for k in least]
-        return min(parts, default=first.efficiency_of(op, name != op))
-
-    return Device(
-        name=" and ".join(dict.fromkeys(each.name for each in devices)),
-        flop_rate=rates,
-        memory_bandwidth=bandwidth,
-        memory=min(each.memory for each in devices),
-        efficiency={name: efficiency(name) for name in EFFICIENCIES},
-        launch=max(each.launch for each in devices),
-        conv_launch=max(each.conv_launch for each in devices),
-        overlap=min(each.overlap for each in devices),
-        jitter=max(each.jitter for each in devices),
-    )
-
-
-def _slowest_of(links: list[Link]) -> Link:
-    """The link with the worst of every number; a collective is measured if it is on all of them."""
-    if all(link == links[0] for link in links):
-        return links[0]
-    rates = {
-        name: Rate(
-            min(each.collectives[name].bandwidth for each in links),
-            max(each.collectives[name].latency for each in links),
-        )
-        for name in COLLECTIVES
-        if all(name in each.collectives for each in links)
-    }
-    return Link(
-        bandwidth=min(each.bandwidth for each in links),
-        latency=max(each.latency for each in links),
-        duplex=all(each.duplex for each in links),
-        shared=any(each.shared for each in links),
-        processor=max(each.processor for each in links),
-        message_processor=max(each.message_processor for each in links),
-        collectives=rates,
-    )

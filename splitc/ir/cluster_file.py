@@ -60,8 +60,9 @@ from typing import Any
 import tomli_w
 
 from splitc.errors import CostError, bullets
-from splitc.ir.cluster import COLLECTIVES, Cluster
+from splitc.ir.cluster import Cluster
 from splitc.ir.decode import Problem, decode, hints_of
+from splitc.ir.device import COLLECTIVES
 
 _HEADER = "# Units: FLOP/s, bytes/s, bytes and seconds.\n"
 

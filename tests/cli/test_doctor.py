@@ -13,7 +13,8 @@ import pytest
 
 from splitc.cli.doctor import problems, report
 from splitc.cost_models.calibration.pairs import Pair, measure_pairs, rounds
-from splitc.ir.cluster import Cluster, Device, Link
+from splitc.ir.cluster import Cluster
+from splitc.ir.device import Device, Link
 from splitc.runtime.transport.simulated import run_ranks
 from tests import ROOT
 from tests.support.command import splitc

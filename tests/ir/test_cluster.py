@@ -8,7 +8,8 @@ from itertools import combinations, product
 
 import pytest
 
-from splitc.ir.cluster import Cluster, Device, Link, Rate, Unlike
+from splitc.ir.cluster import Cluster, Unlike
+from splitc.ir.device import Device, Link, Rate
 from tests.support.random_clusters import random_cluster
 from tests.support.small_programs import small_cluster
 

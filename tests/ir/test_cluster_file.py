@@ -10,8 +10,9 @@ import pytest
 
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import ArgumentError, CostError
-from splitc.ir.cluster import COLLECTIVES, DTYPES, EFFICIENCIES, Link, Rate, Unlike
+from splitc.ir.cluster import Unlike
 from splitc.ir.cluster_file import digest, parse_cluster, to_toml
+from splitc.ir.device import COLLECTIVES, DTYPES, EFFICIENCIES, Link, Rate
 from tests.support.random_clusters import random_cluster
 from tests.support.small_programs import small_cluster
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from splitc.cost_models.clusters.named import load_cluster
-from splitc.ir.cluster import Link
+from splitc.ir.device import Link
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram
 from splitc.passes.bucket_gradients import BucketGradients, bucket_bytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from splitc.ir.cluster import COLLECTIVES, DTYPES, EFFICIENCIES, Cluster, Device, Link, Rate, Unlike
+from splitc.ir.cluster import Cluster, Unlike
+from splitc.ir.device import COLLECTIVES, DTYPES, EFFICIENCIES, Device, Link, Rate
 
 
 def random_device(drawn: random.Random) -> Device:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from splitc.ir.cluster import Cluster, Link
+from splitc.ir.cluster import Cluster
+from splitc.ir.device import Link
 from splitc.ir.graph import tensor_spec
 from splitc.ir.program import Program, TensorSpec
 from splitc.ir.shares import serve, share_out

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from splitc.ir.cluster import Cluster, Device, Link
+from splitc.ir.cluster import Cluster
 from splitc.ir.costs import CostLine, LayerCost, OpCost
+from splitc.ir.device import Device, Link
 from splitc.ir.graph import NodeInfo, set_info
 from splitc.ir.layers import Layer, StateTensor
 from splitc.ir.pass_manager import run_pass

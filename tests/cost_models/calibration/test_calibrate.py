@@ -36,8 +36,9 @@ from splitc.cost_models.calibration.samples import LinkSamples, Overlap, Sample
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.network import alpha_beta
 from splitc.errors import LaunchError
-from splitc.ir.cluster import COLLECTIVES, Cluster, Device, Link, Rate, Unlike
+from splitc.ir.cluster import Cluster, Unlike
 from splitc.ir.cluster_file import parse_cluster, to_toml
+from splitc.ir.device import COLLECTIVES, Device, Link, Rate
 from splitc.runtime.launch.torchrun import _alive, _descendants
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.simulated import run_ranks

@@ -12,8 +12,8 @@ import pytest
 
 from splitc.cost_models.calibration.device_fit import Sample, fit_rates, fitted, nnls
 from splitc.cost_models.compute.roofline import ops_seconds
-from splitc.ir.cluster import Device
 from splitc.ir.costs import OpCost
+from splitc.ir.device import Device
 from tests.support.sampling import in_tiers
 
 CLASSES = ("matmul", "conv", "attention", "memory", "math", "max_pool")

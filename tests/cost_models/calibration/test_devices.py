@@ -13,8 +13,9 @@ from splitc.cost_models.calibration import devices
 from splitc.cost_models.calibration.device_fit import fitted
 from splitc.cost_models.calibration.devices import measure_device, time_microbenchmarks
 from splitc.cost_models.calibration.microbenchmarks import Microbenchmark, microbenchmarks
-from splitc.ir.cluster import Cluster, Link
+from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import parse_cluster, to_toml
+from splitc.ir.device import Link
 
 CPU = torch.device("cpu")
 FAST = (

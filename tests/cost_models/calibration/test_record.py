@@ -15,8 +15,9 @@ from splitc.cost_models.calibration.learning import FACTORS, fit, slowed
 from splitc.cost_models.calibration.record import Seen, fitted, remember, runs_on, seen_in
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.simulation.timeline import simulate
-from splitc.ir.cluster import Cluster, Rate
+from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import digest, parse_cluster, to_toml
+from splitc.ir.device import Rate
 from splitc.ir.prediction import Prediction
 from splitc.ir.program import LoweredProgram
 from splitc.passes.predict import Predict

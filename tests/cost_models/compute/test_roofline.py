@@ -12,8 +12,8 @@ from splitc.cost_models.compute.roofline import (
     ops_seconds,
 )
 from splitc.errors import CostError
-from splitc.ir.cluster import Device
 from splitc.ir.costs import LayerCost, OpCost
+from splitc.ir.device import Device
 
 DEVICE = Device("toy", {"float32": 100.0, "float16": 400.0}, 10.0, 1e9, {"matmul": 0.5, "memory": 0.8}, 0.01)
 

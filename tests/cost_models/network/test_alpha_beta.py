@@ -24,7 +24,8 @@ from splitc.cost_models.network.alpha_beta import (
     ring_all_reduce,
     through_server,
 )
-from splitc.ir.cluster import Cluster, Link, Rate
+from splitc.ir.cluster import Cluster
+from splitc.ir.device import Link, Rate
 from tests.support.random_clusters import random_cluster
 from tests.support.sampling import sampled
 

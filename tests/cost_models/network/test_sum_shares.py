@@ -10,7 +10,8 @@ import pytest
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.network.alpha_beta import ring_all_reduce
 from splitc.cost_models.network.sum_shares import shared_sum, sum_shares
-from splitc.ir.cluster import Cluster, Link, Unlike
+from splitc.ir.cluster import Cluster, Unlike
+from splitc.ir.device import Link
 from splitc.runtime.transport.collective import PIECE
 
 NBYTES = 1e9

@@ -9,7 +9,7 @@ import pytest
 from splitc.cost_models.network.alpha_beta import many_to_one, point_to_point, ring_all_reduce
 from splitc.cost_models.simulation.events import Simulation
 from splitc.cost_models.simulation.operations import Begin, Compute, Mark, Operation, Transfer, Wait
-from splitc.ir.cluster import Link
+from splitc.ir.device import Link
 
 LINK = Link(bandwidth=1e6, latency=1e-3)
 

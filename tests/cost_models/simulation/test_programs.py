@@ -19,7 +19,8 @@ from splitc.cost_models.simulation.operations import Operation
 from splitc.cost_models.simulation.prices import Prices
 from splitc.cost_models.simulation.step_operations import Step
 from splitc.cost_models.simulation.timeline import simulate
-from splitc.ir.cluster import Cluster, Link, Unlike
+from splitc.ir.cluster import Cluster, Unlike
+from splitc.ir.device import Link
 from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import wire
 from splitc.runtime.launch.loader import load_rank

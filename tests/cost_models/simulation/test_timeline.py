@@ -14,7 +14,8 @@ from splitc.cost_models.simulation.operations import Begin, Compute, Wait
 from splitc.cost_models.simulation.prices import Prices
 from splitc.cost_models.simulation.step_operations import Step
 from splitc.cost_models.simulation.timeline import simulate
-from splitc.ir.cluster import Cluster, Device, Link, Unlike
+from splitc.ir.cluster import Cluster, Unlike
+from splitc.ir.device import Device, Link
 from splitc.ir.placements import Placement
 from splitc.ir.wire import wire
 from tests.support.every_strategy import Asked, planned

@@ -10,7 +10,8 @@ import pytest
 
 from splitc.cost_models.network.alpha_beta import recursive_doubling, ring_all_reduce
 from splitc.cost_models.simulation.timeline import simulate
-from splitc.ir.cluster import Cluster, Link, Rate, Unlike
+from splitc.ir.cluster import Cluster, Unlike
+from splitc.ir.device import Link, Rate
 from splitc.ir.program import LoweredProgram
 from splitc.passes.planner.divisions import Role
 from splitc.passes.planner.pins import resolve_pins

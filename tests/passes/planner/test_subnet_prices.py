@@ -13,7 +13,8 @@ from torch import nn
 from benchmarks.papers.ist import Symbols, ist_flops, ist_nbytes
 from splitc.cost_models.network.alpha_beta import all_to_all, ring_all_reduce
 from splitc.errors import PlacementError
-from splitc.ir.cluster import Cluster, Link
+from splitc.ir.cluster import Cluster
+from splitc.ir.device import Link
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.passes.place import Place

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
-from splitc.ir.cluster import Cluster, Link, Unlike
+from splitc.ir.cluster import Cluster, Unlike
+from splitc.ir.device import Link
 from splitc.passes.planner.cuts import cut_rules
 from splitc.passes.planner.divisions import Division, busiest
 from splitc.passes.planner.options import make_problem

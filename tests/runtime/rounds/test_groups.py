@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from splitc.compiled import CompiledProgram
 from splitc.cost_models.network.alpha_beta import through_server
 from splitc.errors import LaunchError, PlacementError
-from splitc.ir.cluster import Link
+from splitc.ir.device import Link
 from splitc.ir.program import Program
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import What

@@ -12,7 +12,7 @@ import torch
 from splitc.compiled import CompiledProgram
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
-from splitc.ir.cluster import Link
+from splitc.ir.device import Link
 from splitc.ir.plan_checks import decision_problems
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import What
