@@ -31,16 +31,7 @@ from splitc.checks.graph import graph_is_sound
 from splitc.checks.states import gradients_reach_their_states, values_are_in_their_states
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
-from splitc.ir.graph import (
-    copy_graph,
-    info,
-    put_in_place,
-    rename,
-    set_info,
-    tensor_spec,
-    tensors_of_node,
-    update_info,
-)
+from splitc.ir.graph import copy_graph, info, put_in_place, rename, set_info, tensor_spec, tensors_of_node, update_info
 from splitc.ir.linears import (
     Linear,
     as_columns,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import astuple, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,7 +24,7 @@ from splitc.cost_models.clusters.named import is_this_machine
 from splitc.errors import LaunchError
 from splitc.ir.autocast import autocast_for
 from splitc.ir.decode import Count, Limit, Seed, typed
-from splitc.ir.fake_mode import FakeMode
+from splitc.ir.fake_mode import few_objects
 from splitc.ir.pass_manager import Watcher
 from splitc.ir.plan import Plan
 from splitc.ir.printer import rank_graph
@@ -73,7 +71,7 @@ def compile_example(
     traced: list[Program] = []
 
     def program(behind: Behind | None = None) -> LoweredProgram:
-        with _few_objects():
+        with few_objects():
             traced[:] = [analysed(model, example, evaluation=evaluation, behind=behind)]
             return with_formats(settings, model, example, lambda asked: specialise(traced[0], asked, plan, watch))
 
@@ -104,25 +102,6 @@ def with_formats(
         return rounding(each, model, example, weights, each.plan.local_batches, batches)
 
     return bounded(settings, made, measure) if settings.free else made(settings)
-
-
-@contextmanager
-def _few_objects() -> Iterator[None]:
-    """Let garbage collection walk only what is made meanwhile, not all of torch and its compiler, and less often."""
-    is_ours, often = gc.isenabled() and not gc.get_freeze_count(), gc.get_threshold()
-    try:
-        if is_ours:
-            gc.disable()
-            FakeMode()  # the first one imports the compiler
-            gc.freeze()
-            gc.set_threshold(max(often[0], 20_000), *often[1:])
-            gc.enable()
-        yield
-    finally:
-        if is_ours:
-            gc.set_threshold(*often)
-            gc.enable()
-            gc.unfreeze()
 
 
 class CompiledProgram:

@@ -14,20 +14,7 @@ from splitc.runtime.errors import (
     bullets,
 )
 
-__all__ = [
-    "ArgumentError",
-    "BackendError",
-    "CaptureError",
-    "CostError",
-    "InternalError",
-    "LaunchError",
-    "NonFiniteError",
-    "PlacementError",
-    "RanksFailed",
-    "ReplicaError",
-    "SplitcError",
-    "bullets",
-]
+__all__ = ["BackendError", "LaunchError", "NonFiniteError", "RanksFailed", "ReplicaError", "SplitcError", "bullets"]
 
 
 class ArgumentError(SplitcError, TypeError):

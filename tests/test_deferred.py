@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import splitc
-from splitc.compiled import CompiledProgram, _few_objects
+from splitc.compiled import CompiledProgram
 from splitc.cost_models.calibration import hosts
 from splitc.cost_models.calibration.calibrate import Calibration
 from splitc.cost_models.clusters import named
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.deferred import DeferredProgram, DeferredWorker
 from splitc.errors import LaunchError
+from splitc.ir.fake_mode import few_objects
 from splitc.runtime.transport import meeting
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.weights import first_names
@@ -306,16 +307,16 @@ def test_one_process_of_several_hosts_asks_for_the_cluster(monkeypatch: pytest.M
 def test_what_was_made_before_compiling_is_not_walked_meanwhile_and_collection_stays_as_it_was() -> None:
     gc.unfreeze()
     assert gc.isenabled() and not gc.get_freeze_count()
-    with pytest.raises(LaunchError), _few_objects():
+    with pytest.raises(LaunchError), few_objects():
         frozen = gc.get_freeze_count()
-        with _few_objects():
+        with few_objects():
             pass
         assert gc.isenabled() and gc.get_freeze_count() > 0.99 * frozen > 100_000  # what is released leaves the count
         raise LaunchError("what compiling raises")
     assert gc.isenabled() and not gc.get_freeze_count()
     gc.disable()
     try:
-        with _few_objects():
+        with few_objects():
             assert not gc.isenabled() and not gc.get_freeze_count()
         assert not gc.isenabled()
     finally:

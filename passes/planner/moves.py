@@ -26,7 +26,7 @@ class Moves:
         self.there, self.back = (request.form(kind, dtype) for kind in ("activations", "errors"))
         r = division.roles[role]
         self._k, self._pieces = r.group, division.pieces(role)
-        self._link = request.group_link(r.groups)
+        self._link = request.link_over(True, r.groups)
         self.examples = r.group * r.batch
 
     def price(self, collective: Collective, nbytes: float, form: Carried = AS_IT_IS) -> float:

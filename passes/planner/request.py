@@ -94,12 +94,12 @@ class Request:
 
     def all_reduce_link(self, *groups: Sequence[int]) -> Link:
         """The link that an all-reduce of each of `groups` runs on, all at once."""
-        return self._link_over(not self._doubling, groups)
+        return self.link_over(not self._doubling, groups)
 
     def all_gather_seconds(self, nbytes: float, *groups: Sequence[int]) -> float:
         """All-gathering `nbytes` of inputs and errors in all over a group, while other groups do the same."""
         form = self.form("factors")
-        return all_gather(form.ratio * nbytes, len(groups[0]), self._link_over(True, groups)) + form.cast * nbytes
+        return all_gather(form.ratio * nbytes, len(groups[0]), self.link_over(True, groups)) + form.cast * nbytes
 
     def form(self, kind: str, dtype: torch.dtype = torch.float32) -> Carried:
         """How a kind of payload travels that is computed in a dtype."""
@@ -115,8 +115,8 @@ class Request:
         return self.all_reduce == "recursive_doubling"
 
     @cached_property
-    def _link_over(self) -> Callable[[bool, tuple[Sequence[int], ...]], Link]:
-        """The cluster's, looked up once."""
+    def link_over(self) -> Callable[[bool, tuple[Sequence[int], ...]], Link]:
+        """The link that collectives of groups run on at once, in rings or not: the cluster's, looked up once."""
         return cache(lambda rings, groups: self.cluster.link_over(*groups, rings=rings))
 
     def role_names(self, count: int) -> tuple[str, ...]:
@@ -158,10 +158,6 @@ class Request:
     def deadline(self) -> float:
         """By the clock `time.monotonic`; from the first time that it is asked for."""
         return time.monotonic() + self.time_limit
-
-    def group_link(self, groups: tuple[Sequence[int], ...]) -> Link:
-        """The link that collectives of all `groups` run on at once."""
-        return self._link_over(True, groups)
 
     @cached_property
     def device_for(self) -> Callable[[int], Device]:

@@ -19,29 +19,7 @@ from splitc.runtime.progress import Step
 def run(args: argparse.Namespace) -> int:
     """Run the command that the options name; returns the exit code."""
     check_names(args)
-    return int(resolve_name(f"splitc.cli.{_FUNCTIONS[args.command]}")(args))
-
-
-_FUNCTIONS = {
-    "try": "trying:attempt",
-    "inspect": "commands:inspect",
-    "explain": "explaining:explain",
-    "compile": "commands:compile",
-    "tune": "tuning:tune",
-    "diff": "diffing:diff",
-    "run": "commands:run_build",
-    "export": "exporting:export",
-    "job": "jobs:job",
-    "verify": "commands:verify",
-    "simulate": "simulating:simulate",
-    "calibrate": "calibrating:calibrate",
-    "doctor": "doctor:doctor",
-    "clusters": "clusters:clusters",
-    "example": "copying:example",
-    "completion": "completing:completion",
-    "demo": "examples.demo.main:demo",
-}
-"""Command -> its function, in a module that is loaded when it is used."""
+    return int(resolve_name(f"splitc.cli.{args.function}")(args))
 
 
 def inspect(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from splitc.cli.files import check_writable, write_file
-from splitc.cli.launching import check_build
+from splitc.cli.launching import check_build, parse_launch
 from splitc.cli.names import require_build
 from splitc.cli.parser import Parser
 from splitc.errors import LaunchError
@@ -72,9 +72,7 @@ def launch_arguments(build: str, arguments: Sequence[str], restarts: int) -> lis
     """launch.py of a build with its options.  Raises LaunchError for those that every rank would refuse."""
     parser = Parser(prog="splitc job BUILD", add_help=False)
     add_options(parser)
-    args, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.refuse_option(unknown[0], "launch.py has no option")
+    args = parse_launch(parser, arguments)
     again = ["--resume"] * (not args.resume) + ["--checkpoints", "checkpoints"] * (args.checkpoints is None)
     use_checkpoints(args, restarts)
     check_options(args)

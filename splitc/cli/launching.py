@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib.util
 import os
 import re
 import shlex
+import symtable
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +25,8 @@ from splitc.runtime.launch.options import add_options, check_options, copies_eve
 
 Smaller = Mapping[int, tuple[Path, str]]
 """Number of ranks -> the build for it, and the hash of its plan."""
+
+_DYNAMIC = {"__getattr__", "globals", "exec", "vars"}  # what defines names that a module's text does not show
 
 
 def launch(folder: Path, arguments: Sequence[str]) -> int:
@@ -189,17 +191,8 @@ def run_options() -> Parser:
 def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse all options, and reject once what every rank would reject."""
     parser = run_options()
-    parser.add_argument("-h", "--help", action="store_true")
-    args, unknown = parser.parse_known_args(arguments)
-    if args.help:
-        parser.print_help()
-        raise SystemExit(0)
-    if unknown and unknown[0].partition("=")[0] == "--autocast":
-        parser.error(
-            "a build has its precision in its scripts; compile it with: splitc compile MODEL --autocast bfloat16"
-        )
-    if unknown:
-        parser.refuse_option(unknown[0], "launch.py has no option")
+    parser.add_argument("-h", "--help", action="help")
+    args = parse_launch(parser, arguments)
     for option, given in (("--data", args.data), ("--eval-data", args.eval_data), ("--optimizer", args.optimizer)):
         if given is not None:
             check_data(given, option)
@@ -212,6 +205,18 @@ def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("trace", "correct", "json", "html"):
         if getattr(args, name) and not (args.measure or args.measured):
             parser.error(f"--{name} belongs to --measure, which is not there")
+    return args
+
+
+def parse_launch(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of launch.py, and what else a parser has.  Raises LaunchError for others."""
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown and unknown[0].partition("=")[0] == "--autocast":
+        parser.error(
+            "a build has its precision in its scripts; compile it with: splitc compile MODEL --autocast bfloat16"
+        )
+    if unknown:
+        parser.refuse_option(unknown[0], "launch.py has no option")
     return args
 
 
@@ -231,32 +236,17 @@ def check_data(name: str, option: str) -> None:
         raise LaunchError(f"{option} {name}: there is no module {module} here or among the installed packages")
     if spec.origin is None or not spec.origin.endswith(".py"):
         return
+    text = Path(spec.origin).read_text(encoding="utf-8")
     try:
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        symbols = symtable.symtable(text, spec.origin, "exec").get_symbols()
     except SyntaxError as error:
         raise LaunchError(
             f"{option} {name}: {Path(spec.origin).name}:{error.lineno} is no Python: {error.msg}"
         ) from error
-    names = _top_level(tree)
-    if names is not None and function not in names:
+    names = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+    depends_on_running = "import *" in text or not _DYNAMIC.isdisjoint(each.get_name() for each in symbols)
+    if function not in names and not depends_on_running:
         functions = ", ".join(sorted(n for n in names if not n.startswith("_"))) or "nothing"
         raise LaunchError(
             f"{option} {name}: {module} has no {function}; {near_name(function, names)}it has {functions}"
         )
-
-
-def _top_level(tree: ast.Module) -> set[str] | None:
-    """The names that a module defines or imports; None if they depend on running it."""
-    names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            if any(alias.name == "*" for alias in node.names):
-                return None
-            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif not isinstance(node, ast.Expr):
-            return None
-    return names

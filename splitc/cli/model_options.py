@@ -10,8 +10,13 @@ from splitc.runtime.launch.options import positive
 _MODEL = "path/model.py[:name] or package.module:name"
 
 
+def attempt(add: Add) -> None:
+    """Plan a model, verify it, and train ten steps on this machine."""
+    of_one_model(add, plan=False, world=2)
+
+
 def inspect(add: Add) -> None:
-    """Of `splitc inspect`."""
+    """Show the best placement of a model, what it costs, and why."""
     of_one_model(add)
     _ladder(add)
     _require(add)
@@ -21,7 +26,7 @@ def inspect(add: Add) -> None:
 
 
 def explain(add: Add) -> None:
-    """Of `splitc explain`."""
+    """Show what other placements of a layer would cost, and where the choice flips."""
     of_one_model(add, plan=False)
     add("layer", nargs="?", help="a layer's name, or a pattern of names, whose layers are placed alike: 'classifier.*'")
     add("--sensitivity", action="store_true", help="in place of a layer: where another plan is chosen")
@@ -30,7 +35,7 @@ def explain(add: Add) -> None:
 
 
 def compile(add: Add) -> None:
-    """Of `splitc compile`."""
+    """Write the per-rank scripts of a model."""
     of_one_model(add)
     add("-o", "--output", metavar="FOLDER", default="build", help="where to write them (default: build)")
     _ladder(add)
@@ -39,7 +44,7 @@ def compile(add: Add) -> None:
 
 
 def tune(add: Add) -> None:
-    """Of `splitc tune`."""
+    """Run the plans that may be the fastest for some seconds each, and write the scripts of the best."""
     of_one_model(add, plan=False)
     add("-o", "--output", metavar="FOLDER", default="build", help="where to write the fastest (default: build)")
     add("--finalists", type=positive, default=6, metavar="N", help="different plans to run, at most (default 6)")
@@ -50,7 +55,7 @@ def tune(add: Add) -> None:
 
 
 def verify(add: Add) -> None:
-    """Of `splitc verify`."""
+    """Show that the ranks train exactly as one process does."""
     of_one_model(add)
     add("--processes", action="store_true", help="real processes under torchrun instead of simulated ranks")
     add("--steps", type=positive, default=3, metavar="N", help="training steps (default 3)")
@@ -65,7 +70,7 @@ def verify(add: Add) -> None:
 
 
 def simulate(add: Add) -> None:
-    """Of `splitc simulate`."""
+    """Predict throughput over worlds, bandwidths and strategies."""
     add("models", nargs="+", metavar="model", help=_MODEL)
     _plan(add)
     add("--world", default="", metavar="N", help="8, or 4,8,16, or 5:80 for at most 16 worlds of it, or 5:80:5")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from splitc.cli import model_options as of
@@ -40,27 +39,32 @@ def whole_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"splitc {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     parser.set_defaults(commands=commands.choices)
-    for name, (text, add_options) in _COMMANDS.items():
+    for name, (add_options, function) in _COMMANDS.items():
+        text = add_options.__doc__ or name
+        brief = f"{text[0].lower()}{text[1:].removesuffix('.')}"
         command: Parser = commands.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=epilog(name), add_help=name != "demo"
+            name, help=brief, description=text, epilog=epilog(name), add_help=name != "demo"
         )
-        command.set_defaults(parser=command)
+        command.set_defaults(parser=command, function=function)
         add_options(command.add_argument)
     return parser
 
 
 def _diff(add: Add) -> None:
+    """Show what differs between two plans; exit code 1 when they differ."""
     add("a", help="a plan.json, or a folder that `splitc compile` wrote")
     add("b", help="another one")
     add("--json", action="store_true", help="print the differences as JSON (schema 1)")
 
 
 def _run(add: Add) -> None:
+    """Train a build on this machine, under torchrun."""
     add("build", help="a folder that `splitc compile` wrote")
     add("arguments", nargs=argparse.REMAINDER, help="passed on to launch.py, for example --steps 3")
 
 
 def _export(add: Add) -> None:
+    """Write the model of a checkpoint into one file, for torch.load or as safetensors."""
     add("checkpoint", type=Path, help="the folder of a run's checkpoints, for the newest, or one of its step-N")
     add("--torch", type=Path, metavar="FILE", help="write a file for torch.load")
     add("--safetensors", type=Path, metavar="FILE", help='write safetensors; needs: pip install "splitc[safetensors]"')
@@ -68,6 +72,7 @@ def _export(add: Add) -> None:
 
 
 def _job(add: Add) -> None:
+    """Write what Slurm or Kubernetes takes to train a build."""
     add("--sbatch", type=Path, metavar="FILE", help="write a script for Slurm's sbatch")
     add("--jobset", type=Path, metavar="FILE", help="write a JobSet for kubectl apply -f")
     add("--image", metavar="NAME", help="with --jobset: the container image, with torch, splitc and the build")
@@ -79,6 +84,7 @@ def _job(add: Add) -> None:
 
 
 def _calibrate(add: Add) -> None:
+    """Measure devices and links, and write them as a cluster file."""
     add("-o", "--output", metavar="FILE", default="cluster.toml", help="default: cluster.toml")
     add("--budget", type=seconds, default=90.0, metavar="SECONDS", help="how long to measure, about (default 90)")
     add("--ranks", type=positive, metavar="N", help="processes to start (default: the GPUs, else 2 to 16, as cores)")
@@ -90,6 +96,7 @@ def _calibrate(add: Add) -> None:
 
 
 def _doctor(add: Add) -> None:
+    """Measure all pairs of hosts before training, and say what is wrong; exit code 1 then."""
     add("--hosts", metavar="A,B:2", help="start a rank on each of these hosts over ssh; :2 are the ranks of one")
     add("--ranks", type=positive, metavar="N", help="processes to start on this machine (default 2)")
     add("--cluster", metavar="NAME", help="compare with this cluster: a known name or a .toml file")
@@ -98,41 +105,44 @@ def _doctor(add: Add) -> None:
 
 
 def _clusters(add: Add) -> None:
+    """List the known clusters, and this machine if it was measured."""
     add("names", nargs="*", metavar="name", help="print these clusters as files, with all numbers and their source")
     add("--accuracy", action="store_true", help="of these, names or files, or of all: what ran there beside its price")
     add("--json", action="store_true", help="print all numbers as JSON (schema 1)")
 
 
 def _example(add: Add) -> None:
+    """List the example models and scripts, or write some of them here."""
     add("names", nargs="*", metavar="name", help="write these here; a file that is here already is never overwritten")
 
 
 def _completion(add: Add) -> None:
+    """Print what lets a shell complete commands, options, files and names."""
     add("shell", choices=("bash", "zsh", "fish"), help="of which the script is printed")
 
 
 def _demo(add: Add) -> None:
+    """Train on real digits: one process, DDP and splitc side by side."""
     add("arguments", nargs=argparse.REMAINDER, help="see splitc demo --help")
 
 
-_try = partial(of.of_one_model, plan=False, world=2)
-
-_COMMANDS: dict[str, tuple[str, Callable[[Add], None]]] = {
-    "try": ("plan a model, verify it, and train ten steps on this machine", _try),
-    "inspect": ("show the best placement of a model, what it costs, and why", of.inspect),
-    "explain": ("show what other placements of a layer would cost, and where the choice flips", of.explain),
-    "compile": ("write the per-rank scripts of a model", of.compile),
-    "tune": ("run the plans that may be the fastest for some seconds each, and write the scripts of the best", of.tune),
-    "diff": ("show what differs between two plans; exit code 1 when they differ", _diff),
-    "run": ("train a build on this machine, under torchrun", _run),
-    "export": ("write the model of a checkpoint into one file, for torch.load or as safetensors", _export),
-    "job": ("write what Slurm or Kubernetes takes to train a build", _job),
-    "verify": ("show that the ranks train exactly as one process does", of.verify),
-    "simulate": ("predict throughput over worlds, bandwidths and strategies", of.simulate),
-    "calibrate": ("measure devices and links, and write them as a cluster file", _calibrate),
-    "doctor": ("measure all pairs of hosts before training, and say what is wrong; exit code 1 then", _doctor),
-    "clusters": ("list the known clusters, and this machine if it was measured", _clusters),
-    "example": ("list the example models and scripts, or write some of them here", _example),
-    "completion": ("print what lets a shell complete commands, options, files and names", _completion),
-    "demo": ("train on real digits: one process, DDP and splitc side by side", _demo),
+_COMMANDS: dict[str, tuple[Callable[[Add], None], str]] = {
+    "try": (of.attempt, "trying:attempt"),
+    "inspect": (of.inspect, "commands:inspect"),
+    "explain": (of.explain, "explaining:explain"),
+    "compile": (of.compile, "commands:compile"),
+    "tune": (of.tune, "tuning:tune"),
+    "diff": (_diff, "diffing:diff"),
+    "run": (_run, "commands:run_build"),
+    "export": (_export, "exporting:export"),
+    "job": (_job, "jobs:job"),
+    "verify": (of.verify, "commands:verify"),
+    "simulate": (of.simulate, "simulating:simulate"),
+    "calibrate": (_calibrate, "calibrating:calibrate"),
+    "doctor": (_doctor, "doctor:doctor"),
+    "clusters": (_clusters, "clusters:clusters"),
+    "example": (_example, "copying:example"),
+    "completion": (_completion, "completing:completion"),
+    "demo": (_demo, "examples.demo.main:demo"),
 }
+"""Command -> what adds its options, with its help text as docstring; its function, in a module that is loaded then."""

@@ -76,7 +76,7 @@ class Cluster:
 
     def device_of(self, rank: int, computing: int = 1) -> Device:
         """The device of `rank` while the first `computing` ranks compute."""
-        device = self._unlike_of[rank].device if rank in self._unlike_of else self.device
+        device = self._like(rank).device
         sharing = min(computing, self.ranks_per_host or computing)
         if not self.ranks_share_device or sharing == 1:
             return device
@@ -87,7 +87,7 @@ class Cluster:
 
     def device_for(self, ranks: int) -> Device:
         """The slowest device of the first `ranks` ranks while all of them compute, which closed forms price."""
-        usual = next((rank for rank in range(ranks) if rank not in self._unlike_of), None)
+        usual = next((rank for rank in range(ranks) if not self.kind_of(rank)), None)
         kinds = [min(each.ranks) for each in self.unlike if min(each.ranks) < ranks]
         return slowest_device([self.device_of(rank, ranks) for rank in (kinds if usual is None else [usual, *kinds])])
 
@@ -99,9 +99,10 @@ class Cluster:
     def _kind_of(self) -> dict[int, int]:
         return {rank: k for k, each in enumerate(self.unlike, start=1) for rank in each.ranks}
 
-    @cached_property
-    def _unlike_of(self) -> dict[int, Unlike]:
-        return {rank: each for each in self.unlike for rank in each.ranks}
+    def _like(self, rank: int) -> Cluster | Unlike:
+        """What has the device and the link of `rank`."""
+        kind = self.kind_of(rank)
+        return self.unlike[kind - 1] if kind else self
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class Cluster:
 
     def link_of(self, rank: int) -> Link:
         """The link of `rank` to ranks of other hosts."""
-        return self._unlike_of[rank].link if rank in self._unlike_of else self.link
+        return self._like(rank).link
 
     def link_over(self, *groups: Collection[int], rings: bool = True) -> Link:
         """The slowest link that concurrent collectives of groups of ranks use.

@@ -156,5 +156,6 @@ def slowest_link(links: Sequence[Link]) -> Link:
 
 def _worst(alike: Sequence[Device] | Sequence[Link] | Sequence[Rate]) -> dict[str, Any]:
     """The worst of every number that several have, by name."""
-    every = [{name: value for name, value in vars(each).items() if isinstance(value, int | float)} for each in alike]
-    return {name: (min if name in _BETTER else max)(each[name] for each in every) for name in every[0]}
+    named = vars(alike[0]).items()
+    numbers = {k: [vars(each)[k] for each in alike] for k, value in named if isinstance(value, int | float)}
+    return {k: min(values) if k in _BETTER else max(values) for k, values in numbers.items()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +39,25 @@ class FakeMode(FakeTensorMode):
                 raise
         with self:
             return pytree.tree_map_only(torch.Tensor, torch.empty_like, results[-1])
+
+
+@contextmanager
+def few_objects() -> Iterator[None]:
+    """Let garbage collection walk only what is made meanwhile, not all of torch and its compiler, and less often."""
+    is_ours, often = gc.isenabled() and not gc.get_freeze_count(), gc.get_threshold()
+    try:
+        if is_ours:
+            gc.disable()
+            FakeMode()  # the first one imports the compiler
+            gc.freeze()
+            gc.set_threshold(max(often[0], 20_000), *often[1:])
+            gc.enable()
+        yield
+    finally:
+        if is_ours:
+            gc.set_threshold(*often)
+            gc.enable()
+            gc.unfreeze()
 
 
 def _result(func: Any, args: Any, kwargs: Any, numbers: tuple[int, ...]) -> Any:

@@ -51,11 +51,7 @@ class RoleComm:
     """
 
     def __init__(
-        self,
-        shared: Role,
-        parts: Sequence[Any] | None = None,
-        microbatch: int | None = None,
-        kind: str = "activations",
+        self, shared: Role, parts: Sequence[Any] | None = None, microbatch: int | None = None, kind: str = "activations"
     ) -> None:
         self.shared, self.role, self.members = shared, shared.spec.role, shared.members
         self.counted = Examples(shared, microbatch)

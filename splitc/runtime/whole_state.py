@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from .memory_format import shaped
 from .spec import Shard
 from .transport.base import Transport
 from .weights import part_of
+
+Result = TypeVar("Result")
 
 Holders = dict[str, dict[Shard | None, tuple[int, ...]]]
 """Tensor -> shard, or None for the whole -> the ranks that hold it, the lowest first."""
@@ -58,15 +60,14 @@ def gather_state(
     """
     likes = {name: (like, (shards or {}).get(name)) for name, like in _shapes(tensors).items()}
     tables: list[Parts] = transport.gather_objects(likes) or []
-    made: list[Any] = []
-    attempt(transport, "the state was not gathered", lambda: made.extend([room(wholes(tables))] if tables else []))
+    made: Any = attempted(transport, "the state was not gathered", lambda: room(wholes(tables)) if tables else None)
     for rank, table in reversed(list(enumerate(tables))):
         received = _received(transport, {name: like for name, (like, _) in table.items()}, rank)
         for name, tensor in tensors.items() if rank == transport.rank else received:
-            part_of(made[0][name], table[name][1]).copy_(tensor.detach())
+            part_of(made[name], table[name][1]).copy_(tensor.detach())
     if not tables:
         _send(transport, tensors, 0)
-    return made[0] if made else None
+    return made
 
 
 def broadcast_state(
@@ -108,14 +109,21 @@ def broadcast_state(
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in (state or {}).items() if name not in held}
 
 
-def attempt(transport: Transport, title: str, call: Callable[[], Iterable[str] | None]) -> None:
+def attempt(transport: Transport, title: str | Callable[[], str], call: Callable[[], Iterable[str] | None]) -> None:
     """Call `call`, and raise LaunchError on every rank if it raises on one, or returns problems.  Collective."""
     try:
         problems = list(call() or ())
     except Exception as error:
         problems = [f"rank {transport.rank}: {type(error).__name__}: {error}"]
     if lines := [line for own in transport.all_gather_objects(problems) for line in own]:
-        raise LaunchError(bullets(f"{title}:", lines))
+        raise LaunchError(bullets(f"{title if isinstance(title, str) else title()}:", lines))
+
+
+def attempted(transport: Transport, title: str | Callable[[], str], call: Callable[[], Result]) -> Result:
+    """What `call` returns; raises LaunchError on every rank if it raises on one.  Collective."""
+    made: list[Result] = []
+    attempt(transport, title, lambda: made.append(call()))
+    return made[0]
 
 
 def scatter_state(transport: Transport, parts: Sequence[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:

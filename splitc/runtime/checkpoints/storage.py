@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..errors import LaunchError, bullets
+from ..errors import LaunchError
+from ..whole_state import attempted
 from .folders import METADATA, Disks
 from .manifest import Manifest, checksum
 from .metadata import read_metadata
 from .piece import Piece, packed, unpacked
-
-Result = TypeVar("Result")
 
 _FULL = 1e7  # bytes left on a disk, below which it is full
 
@@ -65,13 +64,15 @@ def write(disks: Disks, step: int, collect: Collect, combine: Combine, keep: int
     Raises LaunchError, on every rank, when that fails on any; then the earlier checkpoints are still there.
     """
     transport, path = disks.transport, disks.partial(step)
-    collected, problem = _tried(transport.rank, collect)
-    shared = transport.gather_objects(collected and collected.shared)
+    planner, writer = _SavePlanner(), FileSystemWriter(path)
+
+    def title() -> str:
+        free = shutil.disk_usage(disks.folder).free
+        room = f" (its disk is full: {free / 1e6:.0f} MB are left)" * (free < _FULL)  # torch does not say so
+        return f"{disks.folder}: no checkpoint was written{room}"
 
     def write_own() -> tuple[SavePlan, list[WriteResult], dict[str, int]]:
-        pieces = dict(collected.pieces) if collected else {}
-        if shared is not None and all(each is not None for each in shared):
-            pieces["run"] = Piece(packed(combine(shared)))
+        pieces = {**collected.pieces, **({} if shared is None else {"run": Piece(packed(combine(shared)))})}
         path.mkdir(parents=True, exist_ok=True)
         planner.set_up_planner(pieces)
         writer.set_up_storage_writer(transport.rank == 0)
@@ -87,28 +88,22 @@ def write(disks: Disks, step: int, collect: Collect, combine: Combine, keep: int
                 own, results = own + items, results + made
         return replace(plan, items=own), results, sums
 
-    planner, writer = _SavePlanner(), FileSystemWriter(path)
-    written, problem = _tried(transport.rank, write_own) if not problem else (None, problem)
-    every = transport.gather_objects((written, problem))
-    problems, manifest = [each for _, each in every or () if each], None
-    if every is not None and not problems:
+    def write_metadata() -> Manifest | None:
+        if every is None:
+            return None
+        plans, results, sums = zip(*every, strict=True)
+        metadata = planner.create_global_plan(list(plans))[1]  # checks that pieces make wholes
+        writer.finish(metadata, list(results))
+        named = zip(({each.storage_data.relative_path for each in own} for own in results), sums, strict=True)
+        files = {name: own[name] for names, own in named for name in names}
+        return Manifest(disks.run, disks.start, {METADATA: checksum(path / METADATA), **files})
 
-        def write_metadata() -> Manifest:
-            plans, results, sums = zip(*(written for written, _ in every), strict=True)
-            metadata = planner.create_global_plan(list(plans))[1]  # checks that pieces make wholes
-            writer.finish(metadata, list(results))
-            named = zip(({each.storage_data.relative_path for each in own} for own in results), sums, strict=True)
-            files = {name: own[name] for names, own in named for name in names}
-            return Manifest(disks.run, disks.start, {METADATA: checksum(path / METADATA), **files})
-
-        manifest, problem = _tried(0, write_metadata)
-        problems = [problem] * bool(problem)
     try:
-        problems, manifest = transport.broadcast_object((problems, manifest))
-        if problems or manifest is None or written is None:
-            free = shutil.disk_usage(disks.folder).free
-            room = f" (its disk is full: {free / 1e6:.0f} MB are left)" * (free < _FULL)  # torch does not say so
-            raise LaunchError(bullets(f"{disks.folder}: no checkpoint was written{room}:", problems))
+        collected = attempted(transport, title, collect)
+        shared = transport.gather_objects(collected.shared)
+        written = attempted(transport, title, write_own)
+        every = transport.gather_objects(written)
+        manifest = transport.broadcast_object(attempted(transport, title, write_metadata))
         whole = [name for name, value in written[2].items() if manifest.files[name] == value]
         disks.spread(path, manifest, [*whole, METADATA] if transport.rank == 0 else whole, 2)
         disks.complete(step, keep)
@@ -116,14 +111,6 @@ def write(disks: Disks, step: int, collect: Collect, combine: Combine, keep: int
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         raise
-
-
-def _tried(rank: int, call: Callable[[], Result]) -> tuple[Result | None, str]:
-    """What a call returns, and the error that it raised, or ""."""
-    try:
-        return call(), ""
-    except Exception as error:
-        return None, f"rank {rank}: {type(error).__name__}: {error}"
 
 
 class Saved:

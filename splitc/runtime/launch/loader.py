@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -102,7 +103,7 @@ def _plan_of(name: str, text: str) -> str | None:
     return found[1] if found else None
 
 
-class _Finder:
+class _Finder(Loader):
     """Finds the modules of one build, and no others.  texts: module name -> source."""
 
     def __init__(self, source: Path | Mapping[str, str]) -> None:
@@ -119,10 +120,7 @@ class _Finder:
     ) -> ModuleSpec | None:
         if name not in self.texts:
             return None
-        return ModuleSpec(name, self, origin=self._origins[name])  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
+        return ModuleSpec(name, self, origin=self._origins[name])
 
     def exec_module(self, module: ModuleType) -> None:
         text, origin = self.texts[module.__name__], self._origins[module.__name__]

@@ -40,20 +40,7 @@ from .options import EVERY, add_options, check_options, use_checkpoints
 from .shown import Shown as shown
 from .stopping import Stopped
 
-__all__ = [
-    "batches",
-    "board",
-    "evaluated",
-    "evaluation",
-    "guarded",
-    "load_weights",
-    "load_worker",
-    "losses",
-    "main",
-    "open_worker",
-    "resume",
-    "shown",
-]
+__all__ = ["batches", "evaluated", "evaluation", "guarded", "losses", "shown"]
 
 
 def main(train: Callable[[argparse.Namespace], None], world: int) -> None:

@@ -90,10 +90,9 @@ def check_options(args: argparse.Namespace) -> None:
     """Raise LaunchError for options that are known to fail."""
     if args.save is not None and not args.save.absolute().parent.is_dir():
         raise LaunchError(f"--save {args.save}: there is no folder {args.save.absolute().parent}")
-    if args.eval_every is not None and args.eval_data is None:
-        raise LaunchError("--eval-every needs --eval-data MODULE:FUNCTION, what to evaluate on")
-    if args.accuracy and args.eval_data is None:
-        raise LaunchError("--accuracy needs --eval-data MODULE:FUNCTION, what to evaluate on")
+    for option, given in (("--eval-every", args.eval_every), ("--accuracy", args.accuracy)):
+        if given and args.eval_data is None:
+            raise LaunchError(f"{option} needs --eval-data MODULE:FUNCTION, what to evaluate on")
     if args.lr is not None and not 0 <= args.lr < math.inf:
         raise LaunchError(f"--lr {args.lr}: give a learning rate of at least 0")
     if args.epochs is not None and args.data is None:
