@@ -95,15 +95,12 @@ def idle(strategy: str, examples: int, ranks: int, exact: bool = True) -> Priced
     return infeasible(strategy, [f"{examples} examples leave some of {ranks} ranks without any"], exact)
 
 
-def priced_plan(request: Request, plan: Plan, problems: Sequence[str], seconds: float = 0.0) -> PricedPlan:
-    """The one plan of its strategy, whose own rate is the bound.  seconds: by a closed form; 0 where there is none."""
+def priced_plan(request: Request, plan: Plan, problems: Sequence[str]) -> PricedPlan:
+    """The one plan of its strategy, whose own rate is the bound."""
     priced = simulated(
         request, PricedPlan(plan.strategy, plan, infeasible_because="; ".join(problems), exact=plan.exact)
     )
-    seconds = seconds or priced.seconds
-    return replace(
-        priced, program_seconds=seconds, bound=plan.global_batch / seconds if priced.feasible and seconds else 0.0
-    )
+    return replace(priced, program_seconds=priced.seconds, bound=priced.promise)
 
 
 def simulated(request: Request, priced: PricedPlan, most: float = math.inf, samples: int = 0) -> PricedPlan:
