@@ -46,7 +46,7 @@ def calibrate(args: argparse.Namespace) -> int:
         return _as_rank(args, output)
     world = ranks_to_start(args.ranks, args.backend)
     if not args.quiet:
-        _say(f"measuring {world} rank{'s' * (world > 1)} for about {args.budget:g} s")
+        _say(f"measuring {units.numbered(world, 'rank')} for about {args.budget:g} s")
         _warn_when_busy()
     from splitc.runtime.launch.torchrun import torchrun
 

@@ -18,6 +18,7 @@ from splitc.cli.parser import Parser
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
 from splitc.runtime.launch.options import add_options, check_options, use_checkpoints
+from splitc.units import numbered
 
 _PROCESS = 1024  # MiB that Python, torch and what a rank reads take beside the plan's memory
 PORT = 29500
@@ -90,7 +91,7 @@ def job(args: argparse.Namespace) -> int:
             check_writable(option, path)
     plan, script = check_build(Path(args.build)), launch_arguments(args.build, args.arguments, args.restarts)
     groups, build = host_groups(plan, args.ranks_per_host), Path(args.build).resolve().name
-    roles = ", ".join(map(_in_words, groups))
+    roles = ", ".join(f"{numbered(g.hosts, 'host')} with {numbered(g.ranks, 'rank')} ({g.name})" for g in groups)
     common = {
         "what": f"{build} on {plan.world} ranks, {roles}: {plan.strategy}, plan {plan.hash}",
         "name": re.sub(r"[^a-z0-9]+", "-", build.lower())[:30].strip("-") or "splitc",
@@ -103,11 +104,6 @@ def job(args: argparse.Namespace) -> int:
             write_file(option, path, text(groups, args, script, {**common, "file": path}))
             print(f"wrote {path}: {roles}")
     return 0
-
-
-def _in_words(group: HostGroup) -> str:
-    hosts, ranks = (f"{n} {what}{'s' * (n > 1)}" for n, what in ((group.hosts, "host"), (group.ranks, "rank")))
-    return f"{hosts} with {ranks} ({group.name})"
 
 
 def _text(template: str, **values: object) -> str:

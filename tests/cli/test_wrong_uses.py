@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from splitc.cli.launching import check_data
 from splitc.cli.plan_file import read_plan_file
+from splitc.errors import LaunchError
 from tests import ROOT
 from tests.support.command import NET, edited, splitc
 
@@ -448,3 +450,16 @@ def test_a_model_that_ends_python_is_named(capsys: Capture, code: str) -> None:
 )
 def test_a_name_that_no_file_can_have_is_that_of_none(capsys: Capture, line: str) -> None:
     refused(capsys, f"inspect {line.format('x' * 300)}", "x" * 300)
+
+
+def test_a_function_for_data_is_found_wherever_its_module_defines_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = "try:\n    from json import loads as first\nexcept ImportError:\n    first = None\n"
+    Path("own.py").write_text(f"{first}if first:\n    def second(worker): ...\n")
+    Path("made.py").write_text("for name in ('third',):\n    globals()[name] = print\n")
+    for name in ("own:first", "own:second", "made:third"):
+        check_data(name, "--data")
+    with pytest.raises(LaunchError, match="own has no third; it has first, second"):
+        check_data("own:third", "--data")
