@@ -88,12 +88,11 @@ def _placements(program: Program, world: int) -> Iterator[tuple[str, Placement, 
 
 def _priced(found: Alternative, tried: Sequence[Place], program: Program, chosen: Plan) -> Alternative:
     """Return it with the figures of the first request that has a plan, or with the reason of the last."""
-    why = ""
     for place in tried:
         try:
             placed = place.run(program)
         except PlacementError as error:
-            why = str(error)
+            found = replace(found, why=str(error))
             continue
         plan, timeline = placed.plan, simulated_step(placed, place.cluster)
         slowest = max(timeline.phases, key=lambda phases: phases.step)
@@ -105,5 +104,6 @@ def _priced(found: Alternative, tried: Sequence[Place], program: Program, chosen
             sent_bytes=max(phases.sent_bytes for phases in timeline.phases),
             limit="network" if slowest.waiting > slowest.compute else "compute",
             chosen=plan.hash == chosen.hash,
+            why="",
         )
-    return replace(found, why=why)
+    return found

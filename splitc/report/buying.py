@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from splitc import units
 from splitc.cost_models.memory.memory_check import require_memory_on
@@ -11,7 +12,7 @@ from splitc.errors import PlacementError
 from splitc.ir.program import Program
 from splitc.passes.place import Place
 from splitc.passes.rewriting import lower_unchecked
-from splitc.report.what_if import choice_text, quantities, simulated_step
+from splitc.report.what_if import changed, choice_text, quantities, simulated_step
 from splitc.strategies.auto import Auto
 
 LEAST = 0.02
@@ -39,14 +40,13 @@ class Change:
 
 def changes(place: Place, program: Program) -> tuple[Change, list[Change]]:
     """The present plan, and what each change is worth, the best first.  Raises PlacementError where nothing fits."""
-    now = _with("now", place, program)
-    found = []
-    for what, other in _others(place, program):
+    now, found = _with("now", place, program), []
+    for what, parts in _others(place, program):
         try:
-            each = _with(what, other, program)
+            each = _with(what, *changed(place, program, **parts))
             gain = each.samples_per_second / now.samples_per_second - 1
-            parts = None if other.world == place.world else 1  # of the text: sizes of roles are others anyway
-            found.append(replace(each, gain=gain, flips=each.plan.split()[:parts] != now.plan.split()[:parts]))
+            words = 1 if "world" in parts else None  # of the text: sizes of roles are others anyway
+            found.append(replace(each, gain=gain, flips=each.plan.split()[:words] != now.plan.split()[:words]))
         except PlacementError as error:
             found.append(Change(what, why=str(error)))
     return now, sorted(found, key=lambda each: -each.gain)
@@ -59,17 +59,15 @@ def _with(what: str, place: Place, program: Program) -> Change:
     return Change(what, choice_text(placed.plan), rate)
 
 
-def _others(place: Place, program: Program) -> Iterator[tuple[str, Place]]:
-    """Yield the requests that differ in one thing: faster cards, a host, another plan, memory."""
-    cluster, now = place.cluster, place.cluster.link.bandwidth
-    for rate in [rate for rate in _CARDS if rate > 1.2 * now][:_FASTER]:
-        yield f"network cards of {units.bandwidth(rate)}", replace(place, cluster=cluster.with_bandwidth(rate))
-    more = cluster.ranks_per_host or 1
+def _others(place: Place, program: Program) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what can be changed by itself: faster cards, a host, another plan, memory."""
+    cluster, (bandwidth, _, _, memory, _) = place.cluster, quantities(place, program)
+    for rate in [rate for rate in _CARDS if rate > 1.2 * bandwidth.now][:_FASTER]:
+        yield f"network cards of {units.bandwidth(rate)}", {"bandwidth": rate}
+    world = place.world + (cluster.ranks_per_host or 1)
     if cluster.ranks_per_host or not cluster.ranks_share_device:
-        larger = replace(cluster, world=None if cluster.world is None else max(cluster.world, place.world + more))
-        ranks = units.numbered(place.world + more, "rank")
-        yield f"one more host ({ranks})", replace(place, cluster=larger, world=place.world + more)
+        larger = replace(cluster, world=cluster.world and max(cluster.world, world))
+        yield f"one more host ({units.numbered(world, 'rank')})", {"cluster": larger, "world": world}
     if not isinstance(place.strategy, Auto) or place.pins:
-        yield "the plan that auto chooses", replace(place, strategy=Auto(), pins={})
-    memory = next(each for each in quantities(place, program) if each.name == "memory").now
-    yield f"{units.nbytes(2 * memory)} of memory a rank", replace(place, memory=2 * memory, fits=None)
+        yield "the plan that auto chooses", {"strategy": Auto(), "pins": {}}
+    yield f"{units.nbytes(2 * memory.now)} of memory a rank", {"memory": 2 * memory.now, "fits": None}

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from math import inf, log2
-from time import perf_counter
 from typing import Any
 
 from splitc.errors import PlacementError
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.passes.place import Place
-from splitc.report.what_if import advice_seconds, choice_text, quantities
+from splitc.report.what_if import advice_seconds, changed, choice_text, patient, planned, quantities
 
 _AXES = {"bandwidth": (0.25, 1, 4), "batch": (0.25, 1, 4), "world": (0.5, 1, 2)}
 """What is varied, and how many times it is as it is now."""
@@ -23,20 +22,17 @@ def what_if(place: Place, program: Program, plan: Plan) -> dict[str, Any] | None
 
     plan: of now.  None where SPLITC_ADVICE is 0.
     """
-    if not (budget := advice_seconds()):
+    if not advice_seconds():
         return None
-    until, cells, left = perf_counter() + budget, [], 0
+    made, cells, left = patient(planned), [], 0
     now = {each.name: each.now for each in quantities(place, program) if each.name in _AXES}
     for values in _values(place, now):
-        if perf_counter() > until:
+        found, why = None, ""
+        try:
+            found = plan if values == now else made(*changed(place, program, **values))
+        except TimeoutError:
             left += 1
             continue
-        found, why = plan if values == now else None, ""
-        try:
-            asked = place, program
-            for name in now if found is None else ():
-                asked = next(each for each in quantities(*asked) if each.name == name).change(values[name])
-            found = found or asked[0].run(asked[1]).plan
         except PlacementError as error:
             why = str(error)
         rate, strategy = (found.samples_per_second, found.strategy) if found else (0.0, "")

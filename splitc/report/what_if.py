@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf, sqrt
 from time import perf_counter
+from typing import Any
 
 from splitc import units
 from splitc.cost_models.simulation.timeline import Timeline, simulate
@@ -28,6 +29,9 @@ _FAR = 64  # times the bandwidth or the batch, for advice
 _PATIENCE = 30.0  # seconds, for what nobody asked for by name; the environment's SPLITC_ADVICE goes before it
 _MOST_MEMORY = 2**30  # times what a rank has
 
+Asked = tuple[Place, Program]
+"""A request, and the program that it is for."""
+
 Made = Callable[[Place, Program], Plan]
 
 
@@ -44,7 +48,7 @@ class Quantity:
     text: Callable[[float], str]
     whole: bool
     made: Made
-    change: Callable[[float], tuple[Place, Program]]
+    change: Callable[[float], Asked]
     plans: dict[float, Plan | None] = field(default_factory=dict, repr=False)
 
     def plan(self, value: float) -> Plan | None:
@@ -55,16 +59,11 @@ class Quantity:
                 self.plans[value] = self.made(*self.change(value))
         return self.plans[value]
 
-    def least(self, reach: Iterable[float]) -> str:
-        """Return the value nearest to it at which there is a plan, in words; "" if there is none."""
-        found = self.boundary(lambda plan: plan is None, reach)
-        return "" if found is None else self.text(found[1])
-
-    def nearest(self, factor: float) -> str:
-        """Return the value nearest to it, of 1 to `factor` times it, at which there is a plan, in words; or ""."""
-        reaches = [self.reach(1 / self.now), self.reach(min(factor, _FAR))]
-        found = [each for reach in reaches if (each := self.boundary(lambda plan: plan is None, reach))]
-        return self.text(min((at for _, at in found), key=lambda at: abs(at - self.now))) if found else ""
+    def nearest(self, *factors: float) -> str:
+        """Return the value nearest to it, up to a factor times it, at which there is a plan, in words; or ""."""
+        ends = (self.boundary(lambda plan: plan is None, self.reach(factor)) for factor in factors)
+        found = [end[1] for end in ends if end]
+        return self.text(min(found, key=lambda at: abs(at - self.now))) if found else ""
 
     def boundary(self, holds: Callable[[Plan | None], object], reach: Iterable[float]) -> tuple[float, float] | None:
         """Return the last value whose plan `holds` and the first whose does not, to 3 %, going along `reach`.
@@ -88,9 +87,7 @@ class Quantity:
         end, steps = self.now * factor, [2**k for k in range(64)]
         end = max(1, round(end)) if self.whole else end
         values = [self.now * step if end > self.now else self.now / step for step in steps]
-        if (
-            self.name not in ("batch", "microbatches") and self.whole
-        ):  # near ones too, since they differ in what divides them
+        if self.whole and self.name not in ("batch", "microbatches"):  # near ones differ in what divides them
             values += [self.now + step if end > self.now else self.now - step for step in steps]
         low, high = sorted((self.now, end))
         within = (round(value) if self.whole else value for value in values if low <= value <= high)
@@ -116,27 +113,33 @@ def patient(made: Made) -> Made:
 
 def quantities(place: Place, program: Program, made: Made = planned) -> tuple[Quantity, ...]:
     """Return bandwidth between hosts, batch, world, memory of a rank, and microbatches.  made: see `Quantity`."""
-
-    def at(name: str, value: object, program: Program = program) -> tuple[Place, Program]:
-        return replace(place, **{name: value}), program  # type: ignore[arg-type]
-
-    def batch(value: float) -> tuple[Place, Program]:
-        if place.global_batch is None:
-            return at("global_batch", None, replace(program, batch=int(value)))
-        return at("global_batch", int(value))
-
-    def parted(value: float) -> tuple[Place, Program]:
-        return at("strategy", in_microbatches(place.strategy, int(value)))
-
-    cluster, of_batch = place.cluster, "a global batch of {:.0f}" if place.global_batch else "{:.0f} examples a reader"
-    link, memory = cluster.link.bandwidth, place.memory or cluster.device_for(place.world).memory
-    return (
-        Quantity("bandwidth", link, units.bandwidth, False, made, lambda x: at("cluster", cluster.with_bandwidth(x))),
-        Quantity("batch", place.global_batch or program.batch, of_batch.format, True, made, batch),
-        Quantity("world", place.world, "a world of {:.0f}".format, True, made, lambda x: at("world", int(x))),
-        Quantity("memory", memory, units.nbytes, False, made, lambda x: at("memory", x)),
-        Quantity("microbatches", 1, "microbatches={:.0f}".format, True, made, parted),
+    examples = "a global batch of {:.0f}" if place.global_batch else "{:.0f} examples a reader"
+    memory = place.memory or place.cluster.device_for(place.world).memory
+    found: tuple[tuple[str, float, Callable[[float], str], bool], ...] = (
+        ("bandwidth", place.cluster.link.bandwidth, units.bandwidth, False),
+        ("batch", place.global_batch or program.batch, examples.format, True),
+        ("world", place.world, "a world of {:.0f}".format, True),
+        ("memory", memory, units.nbytes, False),
+        ("microbatches", 1, "microbatches={:.0f}".format, True),
     )
+
+    def change(name: str) -> Callable[[float], Asked]:
+        return lambda value: changed(place, program, **{name: value})
+
+    return tuple(Quantity(*each, made, change(each[0])) for each in found)
+
+
+def changed(place: Place, program: Program, **parts: Any) -> Asked:
+    """Return a request with other values of quantities, or of other fields of its Place."""
+    if "batch" in parts and place.global_batch is None:
+        program = replace(program, batch=parts.pop("batch"))
+    elif "batch" in parts:
+        parts["global_batch"] = parts.pop("batch")
+    if "bandwidth" in parts:
+        parts["cluster"] = place.cluster.with_bandwidth(parts.pop("bandwidth"))
+    if "microbatches" in parts:
+        parts["strategy"] = in_microbatches(place.strategy, parts.pop("microbatches"))
+    return replace(place, **parts), program
 
 
 def advice_seconds() -> float:
@@ -175,17 +178,17 @@ def breakpoints(place: Place, program: Program) -> Iterator[Breakpoint]:
     spans = {"world": (1 / place.world, of_world), "memory": (1 / _MOST_MEMORY, 16)}
     for each in quantities(place, program)[:4]:
         down, up = map(each.reach, spans.get(each.name, (1 / 16, 16)))
-        found = [_breakpoint(each, reach, below) for reach, below in ((down, True), (up, False)) if reach]
+        found = [_breakpoint(each, reach) for reach in (down, up) if reach]
         if each.name == "memory":
-            found.insert(1, _breakpoint(each, down, True, bool))
+            found.insert(1, _breakpoint(each, down, bool))
         yield from dict.fromkeys(found)
 
 
 def _breakpoint(
-    quantity: Quantity, reach: list[float], below: bool, holds: Callable[[Plan | None], object] | None = None
+    quantity: Quantity, reach: list[float], holds: Callable[[Plan | None], object] | None = None
 ) -> Breakpoint:
     """Return where `holds` ends along `reach`; by default, where the choice flips."""
-    now = _choice(quantity, quantity.plan(quantity.now))
+    now, below = _choice(quantity, quantity.plan(quantity.now)), reach[0] < quantity.now
     found = quantity.boundary(holds or (lambda plan: _choice(quantity, plan) == now), reach)
     if found is None:
         end, text = reach[-1], f"{'down' if below else 'up'} to {quantity.text(reach[-1])}"
@@ -221,10 +224,8 @@ def advice(place: Place, program: Program, plan: Plan) -> str:
         return ""
     if not idle:
         return _alone(place, program, plan)
-    found = [
-        (each, each.boundary(_idle, each.reach(_FAR))) for each in quantities(place, program, patient(planned))[:2]
-    ]
-    changes = [f"from {each.text(limits[1])}" for each, limits in found if limits]
+    more = quantities(place, program, patient(planned))[:2]
+    changes = [f"from {each.text(end[1])}" for each in more if (end := each.boundary(_idle, each.reach(_FAR)))]
     changes += _accumulating(place, program)
     head = f"{idle} of {plan.world} ranks {'is' if idle == 1 else 'are'} idle"
     nothing = f"; {_FAR} times the bandwidth, batch or accumulate would not change that."
