@@ -12,7 +12,7 @@ from typing import Any
 
 from splitc.runtime.transport.phases import Span
 
-_STREAMS = ("compute", "wait", "comm")
+_STREAMS = ("compute", "wait", "comm")  # one below the other
 
 
 def chrome_trace(timelines: Mapping[str, Iterable[Span]], roles: Mapping[int, str] | None = None) -> dict[str, Any]:
@@ -28,8 +28,7 @@ def chrome_trace(timelines: Mapping[str, Iterable[Span]], roles: Mapping[int, st
         processes = {span.rank: span.rank * len(timelines) + k for span in ordered}
         for rank, process in processes.items():
             name = " ".join(filter(None, (f"rank {rank}", (roles or {}).get(rank, ""), label)))
-            events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
-            events.append({"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}})
+            events += [_about("process_name", name, pid=process), _about("process_sort_index", process, pid=process)]
         events += _events(ordered, processes, messages)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -44,18 +43,14 @@ def _events(
     for span in spans:
         free = rows.setdefault((span.rank, span.stream), [])
         row = next((k for k, until in enumerate(free) if until <= span.start), len(free))
-        at: dict[str, float] = {"pid": processes[span.rank], "tid": _row(span.stream, row)}
+        at: dict[str, float] = {"pid": processes[span.rank], "tid": 1000 * _STREAMS.index(span.stream) + row}
         if row == len(free):
             free.append(0.0)
-            name = span.stream if row == 0 else f"{span.stream} {row + 1}"
-            yield {"ph": "M", "name": "thread_name", **at, "args": {"name": name}}
+            yield _about("thread_name", span.stream if row == 0 else f"{span.stream} {row + 1}", **at)
         free[row] = span.end
         at["ts"] = (span.start - origin) * 1e6
-        args = {"bytes": span.nbytes} if span.nbytes else {}
-        yield {
-            **{"ph": "X", "name": span.name, "cat": span.stream, **at},
-            **{"dur": (span.end - span.start) * 1e6, "args": args},
-        }
+        args, seconds = {"bytes": span.nbytes} if span.nbytes else {}, span.end - span.start
+        yield {"ph": "X", "name": span.name, "cat": span.stream, **at, "dur": seconds * 1e6, "args": args}
         if message := span.stream == "comm" and re.fullmatch(r"(send to|receive from) rank (\d+)", span.name):
             ranks = span.rank, int(message[2])
             key = ("s", *ranks) if message[1] == "send to" else ("f", *reversed(ranks))
@@ -64,6 +59,6 @@ def _events(
             yield {"ph": key[0], "bp": "e", "name": "message", "cat": "message", "id": number, **at}
 
 
-def _row(stream: str, row: int) -> int:
-    """Return the number of a row; streams are sorted one below the other."""
-    return 1000 * _STREAMS.index(stream) + row
+def _about(what: str, value: object, **at: float) -> dict[str, Any]:
+    """Return a name of a process or of a row of it, or its place among others."""
+    return {"ph": "M", "name": what, **at, "args": {what.partition("_")[2]: value}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import islice, takewhile
 
 Row = tuple[str, tuple[str, ...]]
 """A layer's name and the other cells of its row."""
@@ -42,32 +42,21 @@ def collapse(rows: Sequence[Row]) -> list[int | Hidden]:
 def _repeated(rows: Sequence[Row], at: int) -> tuple[int, Hidden | None]:
     """Return the number of rows of the block at `at` and the repetitions that follow; (1, None) outside a block."""
     words = rows[at][0].split(".")
-    for position, word in enumerate(words):
-        if not word.isdigit():
-            continue
-        prefix, number = words[:position], int(word)
+    for position, number in [(k, int(word)) for k, word in enumerate(words) if word.isdigit()]:
+        prefix, repeats = words[:position], 0
         first = _block(rows, at, prefix, number)
-        if at and _block(rows, at - 1, prefix, number):
+        if not first or (at and _block(rows, at - 1, prefix, number)):
             continue  # the middle of a block
-        if not first:
-            continue
-        last, end = number, at + len(first)
-        for following in count(number + 1):
-            if _block(rows, end, prefix, following) != first:
-                break
-            last, end = following, end + len(first)
-        rest = end - at - len(first)
-        if rest >= 2:
-            return len(first), Hidden(".".join(prefix), number + 1, last, rest)
+        while _block(rows, at + (repeats + 1) * len(first), prefix, number + repeats + 1) == first:
+            repeats += 1
+        if repeats * len(first) >= 2:
+            hidden = Hidden(".".join(prefix), number + 1, number + repeats, repeats * len(first))
+            return len(first), hidden
     return 1, None
 
 
 def _block(rows: Sequence[Row], at: int, prefix: Sequence[str], number: int) -> list[Row]:
     """Return the rows from `at` on whose names begin with `prefix.number`, with the rest of their names."""
     head = ".".join([*prefix, str(number)])
-    found: list[Row] = []
-    for name, cells in rows[at:]:
-        if name != head and not name.startswith(f"{head}."):
-            break
-        found.append((name[len(head) :], cells))
-    return found
+    within = takewhile(lambda row: f"{row[0]}.".startswith(f"{head}."), islice(rows, at, None))
+    return [(name[len(head) :], cells) for name, cells in within]
