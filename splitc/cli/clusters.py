@@ -19,9 +19,9 @@ from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.clusters.this_machine import measured_before
 from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import to_data, to_toml
-from splitc.report.text import rank_list, short, table
+from splitc.report.tables import rank_list, short, table
 
-_ALIGNED = ("left", "left", *["right"] * 4)
+_OF_RUN = ("plan", "strategy", "world", "predicted", "measured", "elsewhere")
 _HEADERS = (
     *("", "float32\nTFLOP/s", "half\nTFLOP/s", "memory\nGB", "link\nGbit/s", "latency\nus"),
     *("ranks\non host", "inside\nGbit/s", "world\nat most", "device"),
@@ -57,15 +57,10 @@ def _ran(names: Sequence[str]) -> dict[str, Any]:
     for name in names or (*known_clusters(), *here):
         cluster = load_cluster(name, learns=False)
         runs, now = runs_on(name, cluster), fit(runs_on(name, cluster))
-        rows = [
-            {
-                "name": run.name or run.plan,
-                **{key: getattr(run, key) for key in ("plan", "strategy", "world", "predicted", "measured")},
-                "fitted": priced(run, now),
-                "elsewhere": run.elsewhere,
-            }
-            for run in runs
-        ]
+        rows = []
+        for run in runs:
+            of_run = {key: getattr(run, key) for key in _OF_RUN}
+            rows.append({"name": run.name or run.plan, **of_run, "fitted": priced(run, now)})
         if rows or names:
             found[name] = {"factors": now, "runs": rows}
     return {"schema": 1, "clusters": found}
@@ -83,7 +78,7 @@ def _accuracy(names: Sequence[str]) -> str:
             shown = [f"{units.seconds(each)} {error:+.0%}" for each, error in zip(own, signed, strict=True)]
             what = [short(run["name"], 20), short(run["strategy"], 18), str(run["world"]), units.seconds(took)]
             rows.append([*what, *(["not this machine", ""] if run["elsewhere"] else shown)])
-        lines = [name, table(("", "strategy", "ranks", "measured", "predicted", "fitted"), rows, _ALIGNED, elastic=0)]
+        lines = [name, table("|strategy|#ranks|#measured|#predicted|#fitted", rows)]
         for when, of in zip(("predicted before it ran", "by the fit"), zip(*errors, strict=True), strict=False):
             lines.append(f"{when}: median error {statistics.median(of):.1%}, worst {max(of):.1%}")
         parts.append("\n".join(lines if rows else [name, "nothing was measured on it yet: splitc run BUILD --measure"]))

@@ -28,8 +28,7 @@ def inspect(args: argparse.Namespace) -> int:
     from splitc.cli.pages import figures_of, write_page
     from splitc.report import report
 
-    if args.html:
-        check_writable("--html", args.html)
+    check_writable("--html", args.html)
     program, rows = best_of(args)
     judgements = judged(args.require, rows)
     asked = {"request": program.request.fingerprint, "clusters": rows, "required": judgements}

@@ -16,7 +16,7 @@ from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError, PlacementError
 from splitc.ir.names import near_name
 from splitc.report.figures import Figures
-from splitc.report.text import table, wrap
+from splitc.report.tables import table, wrap
 from splitc.tuned import title
 
 QUANTITIES: Mapping[str, tuple[str, Mapping[str, float], Callable[[float], str]]] = {
@@ -40,17 +40,18 @@ class Bound(NamedTuple):
 
 def parse_bound(text: str) -> Bound:
     """Read `samples/s>=400` or `step <= 50ms`.  Raises LaunchError for what is malformed."""
+    form = "write QUANTITY>=NUMBER or <=, above 0 and with its unit: 'samples/s>=400', 'step<=50ms', 'memory<=16GB'"
     match = re.fullmatch(r"\s*(.*?)\s*([<>]=)\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]{1,2})?)\s*([A-Za-z]*)\s*", text)
-    asked = match[1].lower().replace(" ", "") if match else ""
-    name = next((name for name in QUANTITIES if name.lower().replace(" ", "") == asked), None)
-    if match and name is None:
+    if match is None:
+        raise LaunchError(f"--require {text}: {form}")
+    names, asked = {name.lower().replace(" ", ""): name for name in QUANTITIES}, match[1].lower().replace(" ", "")
+    if asked not in names:
         near = f"{near_name(asked, QUANTITIES)}there are {', '.join(QUANTITIES)}"
         raise LaunchError(f"--require {text}: unknown quantity {match[1]!r}; {near}")
-    scale = QUANTITIES[name][1].get(match[4].upper(), 0.0) if match and name else 0.0
-    if not match or not name or not float(match[3]) * scale:
-        form = "write QUANTITY>=NUMBER or <=, above 0 and with its unit: 'samples/s>=400', 'step<=50ms', 'memory<=16GB'"
+    value = float(match[3]) * QUANTITIES[names[asked]][1].get(match[4].upper(), 0.0)
+    if not value:
         raise LaunchError(f"--require {text}: {form}")
-    return Bound(text.strip(), name, match[2] == ">=", float(match[3]) * scale)
+    return Bound(text.strip(), names[asked], match[2] == ">=", value)
 
 
 def judged(texts: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -103,10 +104,9 @@ def _row(name: str | None, made: CompiledProgram | PlacementError) -> dict[str, 
 
 def clusters_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """The table of clusters."""
-    cells = [
-        [row["cluster"], row["plan"].partition(" ")[0] or "not possible"]
-        + ["" if row[key] is None else words(row[key]) for key, _, words in QUANTITIES.values()]
-        for row in rows
-    ]
-    text = table(["cluster", "plan", *QUANTITIES], cells, ("left", "left", *["right"] * 5), 0)
+    cells = []
+    for row in rows:
+        figures = ("" if row[key] is None else words(row[key]) for key, _, words in QUANTITIES.values())
+        cells.append([row["cluster"], row["plan"].partition(" ")[0] or "not possible", *figures])
+    text = table("|#".join(["cluster|plan", *QUANTITIES]), cells)
     return "\n".join([text, *(wrap(f"{row['cluster']}: {row['why']}", "  ") for row in rows if row["why"])])

@@ -15,7 +15,7 @@ from splitc.cli.plan_file import read_plan_file
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import Plan
 from splitc.ir.short_wire import wire_text
-from splitc.report.text import rank_list, runs, wrap
+from splitc.report.tables import rank_list, runs, wrap
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,9 @@ def _placed(place: LayerPlacement | None) -> str:
 
 def predicted(before: Plan, after: Plan) -> Iterator[Difference]:
     """Yield what differs in the figures that both plans have, and first the numbers that they were priced on."""
-    of = [
-        each.prediction.priced_on and f"{each.prediction.cluster} ({each.prediction.priced_on})"
-        for each in (before, after)
-    ]
-    if all(of) and before.prediction.priced_on != after.prediction.priced_on:
+    told = before.prediction, after.prediction
+    of = [each.priced_on and f"{each.cluster} ({each.priced_on})" for each in told]
+    if all(of) and told[0].priced_on != told[1].priced_on:
         yield Difference("cluster", *of)
     for (what, a, text), (_, b, _) in zip(_figures(before), _figures(after), strict=True):
         if a and b and a != b:

@@ -15,7 +15,7 @@ from splitc.ir.program import Program
 from splitc.passes.place import Place
 from splitc.report.alternatives import Alternative, alternatives, matching_layers
 from splitc.report.buying import LEAST, changes
-from splitc.report.text import table, wrap
+from splitc.report.tables import table, wrap
 from splitc.report.what_if import breakpoints, choice_text, quantities
 from splitc.runtime.progress import Step
 
@@ -56,13 +56,8 @@ def _sensitivity(place: Place, program: Program, _: None) -> _Answer:
 def _buying(place: Place, program: Program, _: None) -> _Answer:
     now, found = changes(place, program)
     advised, rest = [c for c in found if c.gain >= LEAST], [c.what for c in found if c.gain < LEAST and not c.why]
-    plans = (f"flips to {c.plan}" if c.flips else c.plan for c in advised)
-    rows = [
-        [c.what, plan, f"{c.samples_per_second:,.0f}", f"{c.gain:+.0%}"] for c, plan in zip(advised, plans, strict=True)
-    ]
-    lines = (
-        [table(["change", "plan", "samples/s", "gain"], rows, ("left", "left", "right", "right"), 1)] if rows else []
-    )
+    rows = [[c.what, "flips to " * c.flips + c.plan, f"{c.samples_per_second:,.0f}", f"{c.gain:+.0%}"] for c in advised]
+    lines = [table("change|plan|#samples/s|#gain", rows, elastic=1)] if rows else []
     lines += [wrap(f"less than {LEAST:.0%} more: {', '.join(rest)}")] * bool(rest)
     lines += [wrap(f"{c.what}: {c.why}", "  ") for c in found if c.why]
     alone = now.plan.startswith("single_device")
@@ -81,19 +76,12 @@ def _placements(place: Place, program: Program, pattern: str) -> _Answer:
 
 def alternatives_text(found: Sequence[Alternative]) -> str:
     """A table of the placements that are possible, fastest first, and why others are not."""
-    rows = [
-        [
-            f"{'*' if each.chosen else ' '} {each.placement}",
-            each.plan,
-            units.seconds(each.step_seconds),
-            f"{each.samples_per_second:,.0f}",
-            units.nbytes(each.sent_bytes) if each.sent_bytes else "",
-            each.limit,
-        ]
-        for each in sorted((each for each in found if not each.why), key=lambda each: -each.samples_per_second)
-    ]
-    headers = ["  placement", "plan", "step", "samples/s", "sends", "limit"]
-    text = table(headers, rows, ("left", "left", "right", "right", "right", "left"), elastic=1)
+    rows = []
+    for each in sorted((each for each in found if not each.why), key=lambda each: -each.samples_per_second):
+        figures = units.seconds(each.step_seconds), f"{each.samples_per_second:,.0f}"
+        sent = units.nbytes(each.sent_bytes) if each.sent_bytes else ""
+        rows.append([f"{'*' if each.chosen else ' '} {each.placement}", each.plan, *figures, sent, each.limit])
+    text = table("  placement|plan|#step|#samples/s|#sends|limit", rows, elastic=1)
     reasons: dict[str, list[str]] = {}
     for each in found:
         reasons.setdefault(each.why, []).append(each.placement)

@@ -8,8 +8,10 @@ from pathlib import Path
 from splitc.errors import LaunchError
 
 
-def check_writable(option: str, path: Path) -> None:
-    """Raises LaunchError when the file that `option` names cannot be written."""
+def check_writable(option: str, path: Path | None) -> None:
+    """Raises LaunchError when the file that `option` names, if any, cannot be written."""
+    if path is None:
+        return
     folder = path.absolute().parent
     if not folder.is_dir():
         raise LaunchError(f"{option} {path}: there is no folder {folder}")

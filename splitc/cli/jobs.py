@@ -87,8 +87,7 @@ def job(args: argparse.Namespace) -> int:
     if not any(asked.values()) or (args.jobset and not args.image):
         raise LaunchError("give the file to write: --sbatch job.sbatch, or --jobset jobset.yaml with --image NAME")
     for option, path in asked.items():
-        if path is not None:
-            check_writable(option, path)
+        check_writable(option, path)
     plan, script = check_build(Path(args.build)), launch_arguments(args.build, args.arguments, args.restarts)
     groups, build = host_groups(plan, args.ranks_per_host), Path(args.build).resolve().name
     roles = ", ".join(f"{numbered(g.hosts, 'host')} with {numbered(g.ranks, 'rank')} ({g.name})" for g in groups)

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import tempfile
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from splitc.cost_models.simulation.trace import chrome_trace
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
 from splitc.report.figures import of_plan
-from splitc.report.measurement import WIDTH, Measurement, as_json, as_text, factors_in_words, read_measurement
-from splitc.report.step import timeline
+from splitc.report.measurement import Measurement, as_json, as_text, factors_in_words, read_measurement
+from splitc.report.step import drawn
+from splitc.report.tables import wrap
 from splitc.runtime.progress import Step
 from splitc.runtime.transport.phases import TRACED, WARM_UP, Span
 
@@ -35,17 +35,14 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
     arguments: those for launch.py.  Raises LaunchError before any process starts for what is wrong.
     """
     _can_measure(folder, plan, args.steps)
-    for option in ("trace", "html"):
-        if getattr(args, option) is not None:
-            check_writable(f"--{option}", getattr(args, option))
+    check_writable("--trace", args.trace)
+    check_writable("--html", args.html)
     cluster = None if args.correct is None else cluster_to_correct(args.correct, plan)
-    measured = _run(folder, plan, args, arguments)
-    if measured is None:
+    if (measured := _run(folder, plan, args, arguments)) is None:
         return 1
-    usable = plan.prediction.phases and measured.examples == plan.global_batch
-    factors = factors_of(plan.prediction.phases, measured.ranks) if usable else None
-    run = None
-    if factors is not None:
+    factors = run = None
+    if plan.prediction.phases and measured.examples == plan.global_batch:
+        factors = factors_of(plan.prediction.phases, measured.ranks)
         spans = tuple(span for span in measured.spans if span.stream == "comm")
         seen = Seen(max(p.step for p in measured.ranks), measured.ranks, spans, min(TRACED, measured.steps))
         run = run_of(cluster, plan, seen, folder.name)
@@ -57,7 +54,7 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
         print(f"\n{as_text(folder.name, plan, measured)}")
     said = sys.stderr if args.json else sys.stdout
     if factors is not None:
-        print(textwrap.fill(factors_in_words(factors, plan.prediction.cluster), WIDTH), file=said)
+        print(wrap(factors_in_words(factors, plan.prediction.cluster)), file=said)
     if args.trace is not None:
         _write_trace(args.trace, folder, plan, measured)
         print(f"wrote {args.trace}: a timeline of the last steps, which opens in ui.perfetto.dev", file=said)
@@ -79,15 +76,9 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
 
 def _figures(folder: Path, plan: Plan, measured: Measurement, factors: Factors | None) -> dict[str, Any]:
     """The figures of the page: those that a plan tells by itself, and beside them what was measured."""
-
-    def drawn(spans: Sequence[Span], seconds: float) -> dict[str, Any] | None:
-        roles = [" and ".join(plan.duties(rank)) for rank in range(plan.world)]
-        return timeline(spans, seconds, roles) if spans else None
-
-    of_measured = drawn(measured.spans, max(phases.step for phases in measured.ranks))
-    predicted = drawn(_predicted(folder), plan.prediction.simulated_seconds * plan.period * plan.accumulate)
+    of_measured = drawn(plan, measured.spans, max(phases.step for phases in measured.ranks))
     found = {**as_json(plan, measured, factors), "timeline": of_measured}
-    return {**of_plan(plan, folder.name), "timeline": predicted, "measured": found}
+    return {**of_plan(plan, folder.name), "timeline": drawn(plan, _predicted(folder)), "measured": found}
 
 
 def _predicted(folder: Path) -> tuple[Span, ...]:
@@ -100,12 +91,10 @@ def _predicted(folder: Path) -> tuple[Span, ...]:
 
 
 def _can_measure(folder: Path, plan: Plan, steps: int | None) -> None:
-    least = WARM_UP + plan.period
+    least, whole = WARM_UP + plan.period, f" and takes whole {plan.cycle}s" * plan.trains_in_units
     if steps is not None and steps < least:
-        raise LaunchError(
-            f"--steps {steps}: --measure leaves out the first {WARM_UP} steps"
-            f"{f' and takes whole {plan.cycle}s' * plan.trains_in_units}; give {least} or more"
-        )
+        why = f"--measure leaves out the first {WARM_UP} steps{whole}; give {least} or more"
+        raise LaunchError(f"--steps {steps}: {why}")
     runtime = folder / "splitc" / "runtime"
     if runtime.is_dir() and not (runtime / "transport" / "recorder.py").is_file():
         raise LaunchError(

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tabulate import tabulate
-
 from splitc import units
 from splitc.cli.files import check_writable, write_file
 from splitc.cli.model_file import load_model
@@ -27,6 +25,7 @@ from splitc.ir.short_wire import parse_wire, wire_text
 from splitc.passes.analysis import analyse, fingerprint
 from splitc.passes.planner.strategy import parse_strategy
 from splitc.passes.use_plan import UsePlan
+from splitc.report.tables import table
 from splitc.runtime.progress import Step
 from splitc.specialise import Settings, specialise
 
@@ -112,10 +111,7 @@ def tables(cells: Iterable[Cell], strategies: Sequence[str], against: str | None
     by_place: dict[float, dict[int, dict[str, Cell]]] = {}
     for cell in cells:
         by_place.setdefault(cell.bandwidth, {}).setdefault(cell.world, {})[cell.strategy] = cell
-    texts = [
-        f"{units.bandwidth(bandwidth)}\n{_table(worlds, strategies, against)}\n"
-        for bandwidth, worlds in by_place.items()
-    ]
+    texts = [f"{units.bandwidth(rate)}\n{_table(of, strategies, against)}\n" for rate, of in by_place.items()]
     every = [cell for worlds in by_place.values() for row in worlds.values() for cell in row.values()]
     missing = dict.fromkeys(f"no {cell.strategy} at {cell.world}: {cell.why}" for cell in every if cell.why)
     more = [f"and {len(missing) - _SHOWN} more"] if len(missing) > _SHOWN else []
@@ -134,12 +130,8 @@ def _table(worlds: Mapping[int, Mapping[str, Cell]], strategies: Sequence[str], 
         if against not in (None, strategy):
             base = [row[against].samples_per_second for row in worlds.values()]
             columns.append(("gain", [_gain(cell, other) for cell, other in zip(cells, base, strict=True)]))
-    return tabulate(
-        list(zip(*(texts for _, texts in columns), strict=True)),
-        headers=[header for header, _ in columns],
-        colalign=["right"] * len(columns),
-        disable_numparse=True,
-    )
+    headers, texts = zip(*columns, strict=True)
+    return table("|".join(f"#{header}" for header in headers), [*zip(*texts, strict=True)])
 
 
 def _gain(cell: Cell, base: float) -> str:

@@ -12,7 +12,7 @@ from splitc import units
 from splitc.cli.compiling import compiled
 from splitc.compiled import CompiledProgram
 from splitc.ir.program import LoweredProgram
-from splitc.report.text import rank_list, wrap
+from splitc.report.tables import rank_list, wrap
 from splitc.runtime.launch.torchrun import torchrun
 from splitc.runtime.progress import Step
 from splitc.verify.batches import few_of

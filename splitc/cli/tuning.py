@@ -40,8 +40,7 @@ def tune(args: argparse.Namespace) -> int:
     """Run the finalists and write the fastest; returns 1 when the ranks cannot be started."""
     folder = Path(args.output)
     require_writable(folder)
-    if args.html:
-        check_writable("--html", args.html)
+    check_writable("--html", args.html)
     hosts = None if args.hosts is None else parse_hosts(args.hosts, args.world)
     program = compiled(args).validated()
     require_importable(program.program, "tune")

@@ -6,6 +6,7 @@ mean over the steps of a round.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,12 @@ from splitc.runtime.transport.phases import Phases
 ERROR = 0.1
 """Of a predicted rate (docs/measurements/accuracy.md); plans that differ by less are equal."""
 
+MEMORY = {
+    **{"memory": "peak", "parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer_state"},
+    **{"activation": "activations", "communication": "communication", "buffer": "buffers"},
+}
+"""Kinds of bytes of a rank, and what they are of its memory."""
+
 _SLOWEST = 5  # layers of the busiest rank
 
 
@@ -45,36 +52,32 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
 
 def of_plan(plan: Plan, name: str) -> dict[str, Any]:
     """Return what a plan tells without its program: no bytes and FLOPs of layers, no memory.  name: of the model."""
+    told = plan.prediction
     return {
         "schema": 1,
         "model": name,
         "plan": plan.hash,
         "world": plan.world,
-        "cluster": plan.prediction.cluster,
+        "cluster": told.cluster,
         "strategy": plan.strategy,
         "exact": plan.exact,
-        "basis": plan.prediction.basis,
+        "basis": told.basis,
         "error": ERROR,
-        "measured_seconds": plan.prediction.ran or None,
-        "proof": plan.prediction.proof,
-        "gap": plan.prediction.gap,
-        "advice": plan.prediction.advice,
+        "measured_seconds": told.ran or None,
+        **{key: getattr(told, key) for key in ("proof", "gap", "advice")},
         **{key: value for feature in features() for key, value in feature.figures(plan).items()},
         **({} if plan.wire.is_exact else {"wire": asdict(plan.wire)}),
-        "global_batch": plan.global_batch,
-        "accumulate": plan.accumulate,
-        "step_seconds": plan.step_seconds,
-        "program_seconds": plan.prediction.program_seconds,
-        "simulated_seconds": plan.prediction.simulated_seconds,
-        "p50_seconds": plan.prediction.p50 or plan.prediction.simulated_seconds,
-        "p90_seconds": plan.prediction.p90 or plan.prediction.simulated_seconds,
+        **{key: getattr(plan, key) for key in ("global_batch", "accumulate", "step_seconds")},
+        **{key: getattr(told, key) for key in ("program_seconds", "simulated_seconds")},
+        "p50_seconds": told.p50 or told.simulated_seconds,
+        "p90_seconds": told.p90 or told.simulated_seconds,
         "samples_per_second": plan.samples_per_second,
         "roles": {role: list(ranks) for role, ranks in plan.all_roles.items()},
         "layers": [_placed(plan, layer) for layer in plan.placements],
         "ranks": [_predicted(plan, rank) for rank in range(plan.world)],
         "candidates": [_candidate(candidate) for candidate in plan.candidates],
-        "tried": [asdict(each) for each in plan.prediction.tried],
-        **({"on_wire": [*map(_candidate, plan.prediction.on_wire)]} if plan.prediction.on_wire else {}),
+        "tried": [asdict(each) for each in told.tried],
+        **({"on_wire": [*map(_candidate, told.on_wire)]} if told.on_wire else {}),
     }
 
 
@@ -135,13 +138,7 @@ class Figures:
         plan, memory = self.program.plan, self._memory[rank]
         return {
             **_predicted(plan, rank),
-            "parameter_bytes": int(memory.parameters),
-            "memory_bytes": int(memory.peak),
-            "buffer_bytes": int(memory.buffers),
-            "gradient_bytes": int(memory.gradients),
-            "optimizer_bytes": int(memory.optimizer_state),
-            "activation_bytes": int(memory.activations),
-            "communication_bytes": int(memory.communication),
+            **{f"{kind}_bytes": int(getattr(memory, of)) for kind, of in MEMORY.items()},
             "sent_bytes": int(sum(op.per_step for op in self._wires[rank])),
             "messages": round(sum(op.times for op in self._wires[rank]), 2),
             "received_bytes": int(self._received.get(rank, 0.0)),
@@ -158,9 +155,8 @@ class Figures:
             return None
         seconds = plan.prediction.layer_seconds
         own = [name for name in seconds if most.rank in plan.roles[plan.placements[name].role]]
-        layers = [
-            {"name": name, "seconds": seconds[name]} for name in sorted(own, key=lambda k: -seconds[k])[:_SLOWEST]
-        ]
+        slowest = sorted(own, key=lambda name: -seconds[name])[:_SLOWEST]
+        layers = [{"name": name, "seconds": seconds[name]} for name in slowest]
         imbalance = most.compute * len(phases) / sum(each.compute for each in phases)
         return {"rank": most.rank, "seconds": most.compute, "imbalance": imbalance, "layers": layers}
 
@@ -182,13 +178,10 @@ class Figures:
     @cached_property
     def _received(self) -> dict[int, float]:
         """Bytes that each rank receives; in a collective as many as it sends."""
-        received: dict[int, float] = {}
+        received: dict[int, float] = defaultdict(float)
         for rank, ops in enumerate(self._wires):
-            for op in ops:
-                if op.kind == "send":
-                    received[op.ranks[0]] = received.get(op.ranks[0], 0.0) + op.per_step
-                elif op.kind == "collective":
-                    received[rank] = received.get(rank, 0.0) + op.per_step
+            for op in (op for op in ops if op.kind != "recv"):
+                received[op.ranks[0] if op.kind == "send" else rank] += op.per_step
         return received
 
     def _sent(self, layer: Layer, gradient: int) -> float:

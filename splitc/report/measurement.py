@@ -9,27 +9,19 @@ from __future__ import annotations
 import json
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
-
-import tabulate as tables
 
 from splitc import units
 from splitc.cost_models.calibration.correction import MIN_SECONDS, Factors
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
+from splitc.report.tables import table, wrap
 from splitc.runtime.transport.phases import Phases, Span
 
-WIDTH = 80
-_SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "compute": ("compute", units.seconds),
-    "waiting": ("waiting", units.seconds),
-    "communication": ("communication", units.seconds),
-    "sent_bytes": ("sent", units.nbytes),
-    "step": ("step", units.seconds),
-}
+_SHOWN = ("compute", "waiting", "communication", "sent_bytes", "step")
 
 
 @dataclass(frozen=True)
@@ -128,10 +120,10 @@ def as_json(plan: Plan, measured: Measurement, factors: Factors | None) -> dict[
 def _compared(plan: Plan, phases: Phases) -> dict[str, Any]:
     """One rank's numbers, measured and predicted."""
     rank = phases.rank
-    measured = {key: value for key, value in asdict(phases).items() if key in _SHOWN}
+    measured = {key: getattr(phases, key) for key in _SHOWN}
     predicted = errors = None
     if plan.prediction.phases:
-        predicted = {key: value for key, value in asdict(plan.prediction.phases[rank]).items() if key in _SHOWN}
+        predicted = {key: getattr(plan.prediction.phases[rank], key) for key in _SHOWN}
         errors = {key: error_of(predicted[key], measured[key]) for key in _SHOWN}
     roles = plan.duties(rank) or ("idle",)
     return {"rank": rank, "roles": list(roles), "predicted": predicted, "measured": measured, "error": errors}
@@ -140,23 +132,15 @@ def _compared(plan: Plan, phases: Phases) -> dict[str, Any]:
 def as_text(name: str, plan: Plan, measured: Measurement) -> str:
     """The table and the lines under it, in at most 80 columns."""
     data = as_json(plan, measured, None)
-    table: str = tables.tabulate(
-        [row for rank in data["ranks"] for row in _rows(rank)],
-        ["rank", "roles", "of a step", "predicted", "measured", "error"],
-        disable_numparse=True,
-        colalign=("left", "left", "left", "right", "right", "right"),
-    )
-    lines = [
+    rows = [row for rank in data["ranks"] for row in _rows(rank)]
+    head = (
         f"{name}: plan {plan.hash} on {plan.world} rank{'s' * (plan.world > 1)}, "
         f"predicted for cluster {plan.prediction.cluster}; "
         f"medians of {_medians(plan, measured)} after {measured.warm_up} of warm-up; "
-        f"error = (predicted - measured) / measured",
-        "",
-        *(line.rstrip() for line in table.splitlines()),
-        "",
-        *_notes(plan, measured, data["samples_per_second"]),
-    ]
-    return "\n".join(textwrap.fill(line, WIDTH) if len(line) > WIDTH else line for line in lines)
+        f"error = (predicted - measured) / measured"
+    )
+    shown = table("rank|roles|of a step|#predicted|#measured|#error", rows, elastic=1)
+    return "\n".join([wrap(head), "", shown, "", *map(wrap, _notes(plan, measured, data["samples_per_second"]))])
 
 
 def _medians(plan: Plan, measured: Measurement) -> str:
@@ -168,10 +152,20 @@ def _medians(plan: Plan, measured: Measurement) -> str:
 def _rows(rank: Mapping[str, Any]) -> list[list[str]]:
     """The lines of one rank's table; the first one names the rank and its roles."""
     rows = []
-    for key, (what, shown) in _SHOWN.items():
+    for key in _SHOWN:
+        shown = units.nbytes if key == "sent_bytes" else units.seconds
         predicted = shown(rank["predicted"][key]) if rank["predicted"] else ""
         error = rank["error"][key] if rank["error"] else None
-        rows.append(["", "", what, predicted, shown(rank["measured"][key]), "" if error is None else _percent(error)])
+        rows.append(
+            [
+                "",
+                "",
+                key.removesuffix("_bytes"),
+                predicted,
+                shown(rank["measured"][key]),
+                "" if error is None else _percent(error),
+            ]
+        )
     rows[0][:2] = str(rank["rank"]), textwrap.shorten(", ".join(rank["roles"]), 20, placeholder="..")
     return rows
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import wire
 from splitc.runtime.transport.phases import Span, union
@@ -20,12 +21,14 @@ def figures_of_step(program: LoweredProgram) -> dict[str, Any]:
     """Return the predicted timeline of a step or a round, None where it is not known, and what travels in a step."""
     plan, simulated = program.plan, program.plan.prediction.spans
     spans = simulated() if simulated is not None and plan.world * len(program.layers) <= _LARGE else ()
-    seconds = plan.prediction.simulated_seconds * plan.period * plan.accumulate
+    return {"timeline": drawn(plan, spans), "collectives": _collectives(program, spans)}
+
+
+def drawn(plan: Plan, spans: Sequence[Span], seconds: float = 0.0) -> dict[str, Any] | None:
+    """Return the timeline of a plan; None without spans.  seconds: of a step or a round; 0: the predicted ones."""
+    seconds = seconds or plan.prediction.simulated_seconds * plan.period * plan.accumulate
     roles = [" and ".join(plan.duties(rank)) for rank in range(plan.world)]
-    return {
-        "timeline": timeline(spans, seconds, roles) if spans else None,
-        "collectives": _collectives(program, spans),
-    }
+    return timeline(spans, seconds, roles) if spans else None
 
 
 def timeline(spans: Iterable[Span], seconds: float, roles: Sequence[str]) -> dict[str, Any]:

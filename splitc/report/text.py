@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import re
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import tabulate as tables
 
 from splitc import units
 from splitc.ir.features import approximation
 from splitc.ir.graph import info
 from splitc.ir.plan import Plan
-from splitc.ir.prediction import Candidate
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.ir.regions import OwnCode, names_in, regions
 from splitc.ir.short_wire import wire_text
 from splitc.report.blocks import Hidden, Row, collapse
-from splitc.report.figures import ERROR, Figures, by_bytes
+from splitc.report.figures import ERROR, Figures, by_bytes, of_plan
+from splitc.report.tables import WIDTH, by_ranks, rank_list, runs, short, table, wrap
 
-WIDTH = 80
 MANY = 24  # layers; above this, repeated blocks are collapsed
 REASONS = 16  # layers; above this, reasons are given for the largest layers only
-tables.MIN_PADDING = 0  # columns are as narrow as their text
 
 
 def report(program: LoweredProgram, everything: bool = False, request: str = "") -> str:
@@ -31,7 +26,7 @@ def report(program: LoweredProgram, everything: bool = False, request: str = "")
 
     everything: show a row and a reason for every layer, repeated blocks too.  request: fingerprint of what was asked.
     """
-    figures = Figures(program)
+    figures, told = Figures(program), of_plan(program.plan, program.name)
     layers = [figures.layer(layer) for layer in program.layers]
     rows = [(layer["name"], _cells(layer)) for layer in layers]
     whole = everything or len(rows) <= MANY
@@ -41,21 +36,21 @@ def report(program: LoweredProgram, everything: bool = False, request: str = "")
         _headline(program, request),
         _placements(rows, shown),
         _ranks(program, figures),
-        _candidates("the best plan of each strategy", program.plan.candidates),
-        _candidates("the best plan by the numbers on the wire", program.plan.prediction.on_wire),
+        _candidates("the best plan of each strategy", told["candidates"]),
+        _candidates("the best plan by the numbers on the wire", told.get("on_wire", ())),
         tried(program.plan),
         _reasons([layers[k] for k in (shown if everything else folded) if isinstance(k, int)], len(layers), everything),
     ]
-    if program.frozen_layers:
-        sections.append(wrap(f"Frozen layers, without gradients: {', '.join(program.frozen_layers)}."))
-    if guessed := by_bytes(program):
-        sections.append(wrap(f"Priced by bytes alone, since their FLOPs are unknown: {', '.join(guessed)}."))
-    sections += map(wrap, _own_code(program, layers))
-    traced = (f"Traced for batches of {guard} ({guard.source})." for guard in program.guards)
-    sections += map(wrap, (*program.notes, *traced))
-    if (norms := _norm_groups(program)) is not None:
-        sections.append(norms)
-    return "\n\n".join(section for section in sections if section) + "\n"
+    frozen, guessed = ", ".join(program.frozen_layers), ", ".join(by_bytes(program))
+    notes = [
+        f"Frozen layers, without gradients: {frozen}." * bool(frozen),
+        f"Priced by bytes alone, since their FLOPs are unknown: {guessed}." * bool(guessed),
+        *_own_code(program, layers),
+        *program.notes,
+        *(f"Traced for batches of {guard} ({guard.source})." for guard in program.guards),
+        _norm_groups(program),
+    ]
+    return "\n\n".join(filter(None, (*sections, *map(wrap, notes)))) + "\n"
 
 
 def _own_code(program: PlacedProgram, layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -124,37 +119,13 @@ def _price(plan: Plan) -> str:
     return f"takes {units.seconds(plan.step_seconds)}, {rate} (predicted by simulation{basis}{own})"
 
 
-def by_ranks(rows: Iterable[tuple[int, Sequence[str]]]) -> list[list[str]]:
-    """Join the rows of ranks that are equal: `[[ranks 0-2, ...], ...]`."""
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for rank, cells in rows:
-        alike.setdefault(tuple(cells), []).append(rank)
-    return [[rank_list(ranks), *cells] for cells, ranks in alike.items()]
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """Format ranks as ranges, `(0, 1, 2)` -> `ranks 0-2`; at most four ranges, then the number of ranks left out."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    pieces: list[tuple[int, int]] = []
-    for rank in ranks:
-        if pieces and rank == pieces[-1][1] + 1:
-            pieces[-1] = pieces[-1][0], rank
-        else:
-            pieces.append((rank, rank))
-    shown = [f"{a}-{b}" if b > a else str(a) for a, b in pieces[:4]]
-    more = sum(b - a + 1 for a, b in pieces[4:])
-    return f"ranks {' '.join(shown)}" + (f" +{more}" if more else "")
-
-
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def _placements(rows: Sequence[Row], shown: Sequence[int | Hidden]) -> str:
-    headers = ["layer", "params", "FLOPs", "FLOP/B", "role", "sync", "sent", "compute"]
+    headers = "layer|#params|#FLOPs|#FLOP/B|role|sync|#sent|#compute"
     visible = [rows[each] for each in shown if isinstance(each, int)]
-    align = ("left", "right", "right", "right", "left", "left", "right", "right")
-    lines = table(headers, [[name, *cells] for name, cells in visible], align, elastic=0).splitlines()
+    lines = table(headers, [[name, *cells] for name, cells in visible]).splitlines()
     text = lines[:2]
     following = iter(lines[2:])
     for each in shown:
@@ -192,9 +163,8 @@ def _ranks(program: PlacedProgram, figures: Figures) -> str:
         sizes = [units.nbytes(one[k]) for k in ("parameter_bytes", "memory_bytes", "sent_bytes", "received_bytes")]
         sizes[2] += f" in {one['messages']:.4g}"
         rows.append((rank, [one["role"] or "idle", *sizes]))
-    headers = ["", "role", "params", "memory", "sends/step", "receives"]
     shown = [[short(ranks, 24), *cells] for ranks, *cells in by_ranks(rows)]
-    text = table(headers, shown, ("left", "left", "right", "right", "right", "right"), elastic=1)
+    text = table("|role|#params|#memory|#sends/step|#receives", shown, elastic=1)
     return "\n".join([text, *map(wrap, _slow(figures))])
 
 
@@ -207,17 +177,46 @@ def _slow(figures: Figures) -> Iterator[str]:
         yield f"rank {busiest['rank']} computes longest, {took}: {layers}{share}"
 
 
-def _candidates(title: str, candidates: Sequence[Candidate]) -> str:
-    fastest = max((c.samples_per_second for c in candidates if c.feasible), default=0.0)
-    ordered = sorted(candidates, key=lambda c: (not c.feasible, -c.samples_per_second))
-    headers = ["strategy", "ranks", "batch", "step", "samples/s", "of best"]
-    rows = [_candidate(c, fastest) for c in ordered]
-    text = table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1, least=6)
-    notes = [wrap(f"{c.strategy}: {c.why}", "  ") for c in ordered if c.why]
-    feasible = [_name(c) for c in ordered if c.feasible and c.samples_per_second >= (1 - ERROR) * fastest]
-    if equal := ", ".join(feasible[1:]):
-        notes.insert(0, wrap(f"within the error of prediction ({ERROR:.0%}) of {feasible[0]}: {equal}", "  "))
-    return "\n".join([title, text, *notes]) if candidates else ""
+def _candidates(title: str, candidates: Sequence[Mapping[str, Any]]) -> str:
+    if not candidates:
+        return ""
+    ordered = best_first(candidates)
+    best = ordered[0]["samples_per_second"] if ordered[0]["feasible"] else 0.0
+    rows = []
+    for each in ordered:
+        of_best = f"{each['samples_per_second'] / best:.2f}x" if best and each["feasible"] else ""
+        ranks, *prices = priced(each)
+        rows.append([_name(each), ranks if each["feasible"] else "not possible", *prices, of_best])
+    text = table("strategy|ranks|#batch|#step|#samples/s|#of best", rows, elastic=1, least=6)
+    equal = [_name(c) for c in ordered if c["feasible"] and c["samples_per_second"] >= (1 - ERROR) * best]
+    others = ", ".join(equal[1:])
+    notes = [f"within the error of prediction ({ERROR:.0%}) of {equal[0]}: {others}"] if others else []
+    notes += [f"{each['strategy']}: {each['why']}" for each in ordered if each["why"]]
+    return "\n".join([title, text, *(wrap(note, "  ") for note in notes)])
+
+
+def best_first(candidates: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Sort candidates by samples/s; those without a plan are last."""
+    return sorted(candidates, key=lambda each: (not each["feasible"], -each["samples_per_second"]))
+
+
+def priced(each: Mapping[str, Any], examples: str = "") -> list[str]:
+    """Format the ranks, examples, step and samples/s of a candidate.  examples: their format."""
+    ranks = ", ".join(f"{number} {role}" for role, number in each["roles"].items())
+    if not each["feasible"]:
+        return [ranks, "", "", ""]
+    rate = f"{each['samples_per_second']:,.0f}"
+    return [ranks, format(each["global_batch"], examples), units.seconds(each["step_seconds"]), rate]
+
+
+def in_pieces(each: Mapping[str, Any]) -> str:
+    """Format a candidate's strategy: `data_parallel, 4 microbatches`."""
+    parts = f", {each['microbatches']} microbatches" if each["microbatches"] > 1 else ""
+    return f"{each['strategy']}{parts}"
+
+
+def _name(each: Mapping[str, Any]) -> str:
+    return in_pieces(each) + " (approximate)" * (not each["exact"])
 
 
 def tried(plan: Plan) -> str:
@@ -230,27 +229,7 @@ def tried(plan: Plan) -> str:
         figures = f"{units.seconds(each.measured)} ± {each.spread:.1%}", f"{rate:,.0f}", f"{rate / best:.2f}"
         rows.append([f"{each.name}{' *' * (each.plan == plan.hash)}", units.seconds(each.predicted), *figures])
     notes = [wrap(f"{each.name} is out: {each.failed}", "  ") for each in plan.prediction.tried if each.failed]
-    headers = ["measured here", "predicted", "measured", "samples/s", "of best"]
-    align = ("left", "right", "right", "right", "right")
-    return "\n".join([table(headers, rows, align, elastic=0), *notes]) if rows else ""
-
-
-def _name(c: Candidate) -> str:
-    parts = f", {c.microbatches} microbatches" if c.microbatches > 1 else ""
-    return f"{c.strategy}{parts}" if c.exact else f"{c.strategy}{parts} (approximate)"
-
-
-def _candidate(c: Candidate, fastest: float) -> list[str]:
-    if not c.feasible:
-        return [_name(c), "not possible", "", "", "", ""]
-    return [
-        _name(c),
-        ", ".join(f"{len(ranks)} {role}" for role, ranks in c.roles.items()),
-        str(c.global_batch),
-        units.seconds(c.step_seconds),
-        f"{c.samples_per_second:,.0f}",
-        f"{c.samples_per_second / fastest:.2f}x" if fastest else "",
-    ]
+    return "\n".join([table("measured here|#predicted|#measured|#samples/s|#of best", rows), *notes]) if rows else ""
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -278,7 +257,7 @@ def _heaviest(layers: Sequence[Mapping[str, Any]], number: int) -> list[Mapping[
     return [layers[k] for k in sorted(sorted(range(len(layers)), key=lambda k: -weight[k])[:number])]
 
 
-def _norm_groups(program: PlacedProgram) -> str | None:
+def _norm_groups(program: PlacedProgram) -> str:
     plan = program.plan
     sizes: dict[str, tuple[int, ...]] = {}
     for node in program.graph.nodes:
@@ -286,38 +265,12 @@ def _norm_groups(program: PlacedProgram) -> str | None:
             role = plan.placements[info(node).layer].role
             sizes[role] = tuple(size for rank in plan.roles[role] for size in plan.own_sizes(role, rank))
     if not any(len(groups) > 1 for groups in sizes.values()):
-        return None
+        return ""
     listed = "; ".join(f"{role}: {runs(groups)} examples" for role, groups in sizes.items())
     what = "microbatches" if plan.in_pieces else "batch, as under DDP"
-    return wrap(f"BatchNorm normalises over each rank's own {what} ({listed}).")
-
-
-def runs(sizes: Sequence[int]) -> str:
-    """Format batch sizes: `(4, 4, 3)` -> `4, 4, 3`; `100 x 128` for many equal ones."""
-    if len(sizes) > 8 and len(set(sizes)) <= 4:
-        return ", ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes))
-    return ", ".join(map(str, sizes))
+    return f"BatchNorm normalises over each rank's own {what} ({listed})."
 
 
 def _middle(text: str) -> str:
     """Shorten text that is too long for a line by cutting its middle."""
     return text if len(text) <= WIDTH else f"{text[:30]}...{text[-(WIDTH - 33) :]}"
-
-
-def table(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str], elastic: int, least: int = 8
-) -> str:
-    """Write a table that fits WIDTH: the texts of column `elastic` are cut as far as needed, but not below `least`."""
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    room = max(least, WIDTH - sum(widths) + widths[elastic] - 2 * (len(widths) - 1))
-    cut = [[*row[:elastic], short(row[elastic], room), *row[elastic + 1 :]] for row in rows]
-    text: str = tables.tabulate(cut, headers, disable_numparse=True, colalign=align)
-    return "\n".join(line.rstrip() for line in text.splitlines())
-
-
-def wrap(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + ("  " if indent else ""))
-
-
-def short(name: str, width: int) -> str:
-    return name if len(name) <= width else "..." + name[-(width - 3) :]

@@ -8,10 +8,12 @@ from importlib.resources import files
 from typing import Any
 
 from splitc import units
+from splitc.report.figures import MEMORY
 from splitc.report.html.elements import Figures, Html, bar, every, html, joined, table
 from splitc.report.html.head import accuracy, chart, sentence
 from splitc.report.html.pictures import swatch, timeline, tree
-from splitc.report.text import by_ranks, rank_list
+from splitc.report.tables import by_ranks, rank_list
+from splitc.report.text import best_first, in_pieces, priced
 from splitc.version import __version__
 
 _COLORS = 6
@@ -22,7 +24,6 @@ _WHAT = {
     **{"X, E": "inputs and errors in place of gradients", "average": "weights, averaged"},
     **{"pull": "weights from servers", "push": "gradients to servers"},
 }
-_KINDS = ("memory", "parameter", "gradient", "optimizer", "activation", "communication", "buffer")
 
 
 def page(figures: Figures) -> str:
@@ -55,22 +56,12 @@ def _left_out(text: str) -> Html:
 
 def _candidates(figures: Figures) -> Html:
     rows, mine = [], figures["samples_per_second"]
-    for each in sorted(figures["candidates"], key=lambda c: (not c["feasible"], -c["samples_per_second"])):
+    for each in best_first(figures["candidates"]):
         own, rate = each["strategy"] == figures["strategy"], each["samples_per_second"]
         slower = f"{1 - rate / mine:.0%} slower" if rate < mine else "not what was asked for" if each["exact"] else ""
-        why = each["why"] or ("taken" if own else slower)
-        name = each["strategy"] + (f", {each['microbatches']} microbatches" if each["microbatches"] > 1 else "")
-        cells = [f"{each['global_batch']:,}", units.seconds(each["step_seconds"]), f"{rate:,.0f}"]
-        ranks = ", ".join(f"{number} {role}" for role, number in each["roles"].items())
-        shown = html("<b>{}</b>" if own else "{}", name)
-        rows.append(
-            [
-                shown,
-                ranks,
-                *(cells if each["feasible"] else [""] * 3),
-                "; ".join(filter(None, (why, "" if each["exact"] else "approximate"))),
-            ]
-        )
+        why = each["why"] or ("taken" if own else slower), "approximate" * (not each["exact"])
+        shown = html("<b>{}</b>" if own else "{}", in_pieces(each))
+        rows.append([shown, *priced(each, ","), "; ".join(filter(None, why))])
     rows += [[each["name"], *[""] * 4, f"out: {each['failed']}"] for each in figures["tried"] if each["failed"]]
     return table("The best plan of each strategy", "strategy|ranks|#examples|#step|#samples/s|why not", rows)
 
@@ -84,17 +75,14 @@ def _traffic(figures: Figures) -> Html:
         rows.append([what, each["ranks"], f"{each['count']:,.4g}", units.nbytes(each["bytes"]), *hidden])
     caption = "Messages and collectives of a step, with the bytes that all ranks send; hidden: nobody waits for them"
     headers = "what|#ranks|#number|#bytes|#hidden|share of their time"
-    return (
-        table(caption, headers, rows)
-        if rows
-        else _left_out("Nothing travels, or it is not known: a build has no record.")
-    )
+    nothing = _left_out("Nothing travels, or it is not known: a build has no record.")
+    return table(caption, headers, rows) if rows else nothing
 
 
 def _memory(figures: Figures) -> Html:
     if "memory_bytes" not in figures["ranks"][0]:
         return _left_out("A build does not tell the memory of its ranks; splitc inspect does.")
-    kinds = [kind for kind in _KINDS if any(each[f"{kind}_bytes"] for each in figures["ranks"])]
+    kinds = [kind for kind in MEMORY if any(each[f"{kind}_bytes"] for each in figures["ranks"])]
     most, rows = max(each["memory_bytes"] for each in figures["ranks"]) or 1, list[tuple[int, list[str]]]()
     for each in figures["ranks"]:
         sizes = (units.nbytes(each[f"{kind}_bytes"]) for kind in kinds)

@@ -7,7 +7,8 @@ from itertools import groupby
 
 from splitc import units
 from splitc.report.html.elements import Figures, Html, every, html, joined, table
-from splitc.report.text import by_ranks, held, rank_list
+from splitc.report.tables import by_ranks, rank_list
+from splitc.report.text import held
 
 _OPEN = 2  # levels that are open when the page is
 _SHOWN = 16  # lanes, beside which further ones are folded
@@ -84,12 +85,9 @@ def timeline(figures: Figures, color_of: Mapping[str, int]) -> Html:
     """Return the lanes of all ranks, where their steps are known, and what they do as a table."""
     both = {"predicted": figures.get("timeline"), "measured": figures.get("measured", {}).get("timeline")}
     seconds = max((of["seconds"] for of in both.values() if of), default=0.0)
-    found = ((name, of, lane) for name, of in both.items() if of for lane in of["lanes"])
-    lanes = [(lane["ranks"], name, of, lane) for name, of, lane in found]
-    rows = [
-        _lane(*each[1:], seconds, figures, color_of)
-        for each in sorted(lanes, key=lambda each: (each[0][0], each[1] == "measured"))
-    ]
+    lanes = [(name, of, lane) for name, of in both.items() if of for lane in of["lanes"]]
+    lanes.sort(key=lambda each: (each[2]["ranks"][0], each[0] == "measured"))
+    rows = [_lane(*each, seconds, figures, color_of) for each in lanes]
     more = html("<details><summary>{} more</summary>{}</details>", len(rows[_SHOWN:]), joined(rows[_SHOWN:]))
     parts = _axis(seconds), joined(rows[:_SHOWN]), more if rows[_SHOWN:] else ""
     drawn = html('<div class="lanes">{}{}{}</div>', *parts) if rows else html('<p class="sub">{}</p>', _UNKNOWN)
@@ -119,9 +117,8 @@ def _axis(seconds: float) -> Html:
     """Return at most six ticks at round times."""
     steps = (scale * 10.0**power for power in range(-9, 6) for scale in (1, 2, 5))
     step = next(each for each in steps if seconds <= 6 * each)
-    ticks = (
-        (f"{k * step / seconds:.2%}", units.seconds(k * step)) for k in range(int(seconds / step) + 1 if seconds else 0)
-    )
+    ends = (k * step for k in range(int(seconds / step) + 1 if seconds else 0))
+    ticks = ((f"{end / seconds:.2%}", units.seconds(end)) for end in ends)
     return html('<div class="axis" aria-hidden="true">{}</div>', every('<span style="left:{}">{}</span>', ticks))
 
 
