@@ -226,20 +226,9 @@ class Place(Pass[Program, PlacedProgram]):
         if problems := self.problems():
             raise PlacementError(bullets("this cannot be planned:", problems))
         pins = resolve_pins(self.pins, [layer.name for layer in program.layers])
-        return Request(
-            program,
-            self.cluster,
-            self.world,
-            pins,
-            self.global_batch,
-            self.memory,
-            self.optimizer_copies,
-            self.time_limit,
-            self.strategy.all_reduce or "backend",
-            self.strategy.order(AT_ONCE),
-            self.accumulate,
-            self.wire,
-        )
+        asked = program, self.cluster, self.world, pins, self.global_batch, self.memory
+        how = self.strategy.all_reduce or "backend", self.strategy.order(AT_ONCE), self.accumulate, self.wire
+        return Request(*asked, self.optimizer_copies, self.time_limit, *how)
 
     def _choose(self, priced: tuple[PricedPlan, ...]) -> PricedPlan:
         """The plan to take."""

@@ -289,11 +289,7 @@ class CompiledProgram:
 
     def _in_dtype(self, dtype: torch.dtype) -> CompiledProgram:
         """The same plan for the model, which was given another precision, without autocast."""
-        return compile_example(
-            self._model,
-            replace(self._example.to(dtype), loss=self._example.loss),
-            replace(self._settings, autocast=None, cluster=None, free=()),
-            name=self.program.name,
-            plan=replace(self.plan, model=""),
-            evaluation=False,
-        ).validated()
+        example, plan = replace(self._example.to(dtype), loss=self._example.loss), replace(self.plan, model="")
+        settings = replace(self._settings, autocast=None, cluster=None, free=())
+        made = compile_example(self._model, example, settings, name=self.program.name, plan=plan, evaluation=False)
+        return made.validated()

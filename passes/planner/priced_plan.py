@@ -71,18 +71,10 @@ class PricedPlan:
 
     def candidate(self) -> Candidate:
         """What users see of it."""
-        return Candidate(
-            self.strategy,
-            self.seconds,
-            self.samples_per_second,
-            self.global_batch,
-            self.exact and (self.plan is None or self.plan.wire.is_exact),
-            self.feasible,
-            self.infeasible_because,
-            {} if self.plan is None else self.plan.all_roles,
-            self.program_seconds,
-            1 if self.plan is None else self.plan.microbatches,
-        )
+        is_exact = self.exact and (self.plan is None or self.plan.wire.is_exact)
+        priced = self.strategy, self.seconds, self.samples_per_second, self.global_batch, is_exact
+        roles, microbatches = ({}, 1) if self.plan is None else (self.plan.all_roles, self.plan.microbatches)
+        return Candidate(*priced, self.feasible, self.infeasible_because, roles, self.program_seconds, microbatches)
 
 
 def infeasible(strategy: str, problems: Iterable[str], exact: bool = True) -> PricedPlan:

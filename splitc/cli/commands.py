@@ -102,13 +102,8 @@ def verify(args: argparse.Namespace) -> int:
     plan = program.plan
     where = f"{plan.world} {'processes' if args.processes else 'simulated ranks'}"
     with Step(f"training {args.steps} steps on {where} and in one process", args.quiet) as step:
-        result = program.verify(
-            processes=args.processes,
-            steps=args.steps,
-            examples=args.examples,
-            dtype=getattr(torch, args.dtype) if args.dtype else None,
-            compile_stages=args.compile_stages,
-        )
+        dtype = getattr(torch, args.dtype) if args.dtype else None
+        result = program.verify(args.processes, args.steps, dtype, args.examples, compile_stages=args.compile_stages)
     if args.json:
         print(json.dumps({**dataclasses.asdict(result), "verdict": result.verdict}, indent=1))
     else:

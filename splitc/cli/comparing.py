@@ -59,8 +59,7 @@ def judged(texts: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list[dict
     found = []
     for bound, row in product(map(parse_bound, texts), rows):
         key, _, words = QUANTITIES[bound.quantity]
-        off = None if (value := row[key]) is None else (value / bound.value - 1) * (-1 if bound.least else 1)
-        by = off if off is None else max(0.0, off)
+        by = None if (value := row[key]) is None else max(0.0, (value / bound.value - 1) * (-1 if bound.least else 1))
         how = "not known; not met" if by is None else f"{words(value)}; {f'not met, by {by:,.2%}' if by else 'met'}"
         text = f"{row['cluster']}: {bound.text}: {bound.quantity} is {how}"
         found.append({"require": bound.text, "cluster": row["cluster"], "met": by == 0, "by": by, "text": text})

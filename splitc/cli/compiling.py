@@ -128,17 +128,8 @@ def _analysed(
     # torch logs a traceback for every op that fails on fake tensors; the error says the same
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
-        return analyse(
-            file.model,
-            file.example,
-            name=file.name,
-            watch=watch if verbose else None,
-            autocast=settings.autocast,
-            code=file.code,
-            now=now,
-            evaluation=evaluation,
-            behind=behind,
-        )
+        traced = partial(analyse, file.model, file.example, name=file.name, watch=watch if verbose else None)
+        return traced(autocast=settings.autocast, code=file.code, now=now, evaluation=evaluation, behind=behind)
     except Exception as error:
         is_ours = isinstance(error, SplitcError)
         may_be_the_models = not is_ours or error.__cause__ is not None
@@ -167,19 +158,9 @@ def _settings(args: argparse.Namespace, plan: Plan | None = None) -> Settings:
         place = Place(cluster, args.world, strategy, global_batch=args.global_batch, memory=args.memory)
         attempts.problems += map(PlacementError, place.problems())
     attempts.end()
-    return Settings(
-        args.world,
-        args.global_batch,
-        cluster,
-        strategy or "auto",
-        pins or {},
-        args.memory,
-        autocast=autocast,
-        accumulate=args.accumulate,
-        wire=wire or AS_COMPUTED,
-        wire_error=args.wire_error or 0.0,
-        free=free or (),
-    )
+    asked = partial(Settings, args.world, args.global_batch, cluster, strategy or "auto", pins or {}, args.memory)
+    asked = partial(asked, autocast=autocast, accumulate=args.accumulate)
+    return asked(wire=wire or AS_COMPUTED, wire_error=args.wire_error or 0.0, free=free or ())
 
 
 def _cluster(name: str | None, quiet: bool, measure: bool) -> Cluster | None:

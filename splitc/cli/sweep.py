@@ -11,7 +11,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.program import PlacedProgram, Program
 from splitc.passes.place import Place
 from splitc.passes.planner.strategy import parse_strategy
-from splitc.report.what_if import simulated_step
+from splitc.report.what_if import simulated_figures, simulated_step
 from splitc.runtime.transport.formats import AS_COMPUTED, Wire
 
 
@@ -66,15 +66,8 @@ def sweep(
 def simulated(program: PlacedProgram, cluster: Cluster, cell: Cell) -> Cell:
     """The cell with the figures of a placed program on `cluster`."""
     plan, step = program.plan, simulated_step(program, cluster, cell.accumulate)
-    return replace(
-        cell,
-        step_seconds=step.step_seconds,
-        samples_per_second=plan.global_batch / step.step_seconds,
-        sent_bytes=max(phases.sent_bytes for phases in step.phases),
-        estimate=plan.samples_per_second,
-        global_batch=plan.global_batch,
-        roles=sizes_text(plan),
-    )
+    planned = replace(cell, estimate=plan.samples_per_second, global_batch=plan.global_batch, roles=sizes_text(plan))
+    return replace(planned, **simulated_figures(plan, step))
 
 
 def sizes_text(plan: Plan) -> str:

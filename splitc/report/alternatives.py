@@ -15,7 +15,7 @@ from splitc.ir.roles import has_convolutions, role_names
 from splitc.passes.place import Place
 from splitc.passes.planner.registry import STRATEGIES
 from splitc.passes.planner.strategy import strategy_named
-from splitc.report.what_if import choice_text, simulated_step
+from splitc.report.what_if import choice_text, simulated_figures, simulated_step
 from splitc.strategies.auto import Auto
 
 
@@ -96,14 +96,7 @@ def _priced(found: Alternative, tried: Sequence[Place], program: Program, chosen
             continue
         plan, timeline = placed.plan, simulated_step(placed, place.cluster)
         slowest = max(timeline.phases, key=lambda phases: phases.step)
-        return replace(
-            found,
-            plan=choice_text(plan),
-            step_seconds=timeline.step_seconds,
-            samples_per_second=plan.global_batch / timeline.step_seconds,
-            sent_bytes=max(phases.sent_bytes for phases in timeline.phases),
-            limit="network" if slowest.waiting > slowest.compute else "compute",
-            chosen=plan.hash == chosen.hash,
-            why="",
-        )
+        limit = "network" if slowest.waiting > slowest.compute else "compute"
+        found = replace(found, plan=choice_text(plan), limit=limit, chosen=plan.hash == chosen.hash, why="")
+        return replace(found, **simulated_figures(plan, timeline))
     return found

@@ -33,6 +33,8 @@ MEMORY = {
 }
 """Kinds of bytes of a rank, and what they are of its memory."""
 
+_OF_PLAN = ("world", "strategy", "exact", "global_batch", "accumulate", "step_seconds", "samples_per_second")
+_PREDICTED = ("cluster", "basis", "proof", "gap", "advice", "program_seconds", "simulated_seconds")
 _SLOWEST = 5  # layers of the busiest rank
 
 
@@ -57,21 +59,14 @@ def of_plan(plan: Plan, name: str) -> dict[str, Any]:
         "schema": 1,
         "model": name,
         "plan": plan.hash,
-        "world": plan.world,
-        "cluster": told.cluster,
-        "strategy": plan.strategy,
-        "exact": plan.exact,
-        "basis": told.basis,
+        **{key: getattr(plan, key) for key in _OF_PLAN},
+        **{key: getattr(told, key) for key in _PREDICTED},
         "error": ERROR,
         "measured_seconds": told.ran or None,
-        **{key: getattr(told, key) for key in ("proof", "gap", "advice")},
         **{key: value for feature in features() for key, value in feature.figures(plan).items()},
         **({} if plan.wire.is_exact else {"wire": asdict(plan.wire)}),
-        **{key: getattr(plan, key) for key in ("global_batch", "accumulate", "step_seconds")},
-        **{key: getattr(told, key) for key in ("program_seconds", "simulated_seconds")},
         "p50_seconds": told.p50 or told.simulated_seconds,
         "p90_seconds": told.p90 or told.simulated_seconds,
-        "samples_per_second": plan.samples_per_second,
         "roles": {role: list(ranks) for role, ranks in plan.all_roles.items()},
         "layers": [_placed(plan, layer) for layer in plan.placements],
         "ranks": [_predicted(plan, rank) for rank in range(plan.world)],

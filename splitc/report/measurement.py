@@ -56,17 +56,10 @@ def read_measurement(path: Path, of_round: int = 1) -> Measurement:
         periods = [max(each["step"] + each.pop("between") for each in step) for step in steps]
         phases = [[Phases(**each) for each in step] for step in steps]
         longest = [max(each.step for each in step) for step in phases]
-        return Measurement(
-            ranks=tuple(_median(of_rank) for of_rank in zip(*phases, strict=True)),
-            spans=tuple(Span(**span) for span in data["spans"]),
-            examples=int(statistics.median(step["examples"] for step in data["steps"])),
-            period=statistics.median(periods),
-            between=statistics.median(betweens),
-            fastest=min(longest),
-            slowest=max(longest),
-            steps=len(data["steps"]),
-            warm_up=data["warm_up"],
-        )
+        ranks, spans = map(_median, zip(*phases, strict=True)), (Span(**span) for span in data["spans"])
+        examples = int(statistics.median(step["examples"] for step in data["steps"]))
+        took = statistics.median(periods), statistics.median(betweens), min(longest), max(longest)
+        return Measurement(tuple(ranks), tuple(spans), examples, *took, len(data["steps"]), data["warm_up"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LaunchError(
             f"the ranks left no measurement ({type(error).__name__}: {error}); was the build's launch.py edited? "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import tabulate as tables
 
@@ -53,12 +54,8 @@ def rank_list(ranks: Sequence[int]) -> str:
     """Format ranks as ranges, `(0, 1, 2)` -> `ranks 0-2`; at most four ranges, then the number of ranks left out."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    pieces: list[tuple[int, int]] = []
-    for rank in ranks:
-        if pieces and rank == pieces[-1][1] + 1:
-            pieces[-1] = pieces[-1][0], rank
-        else:
-            pieces.append((rank, rank))
-    shown = [f"{a}-{b}" if b > a else str(a) for a, b in pieces[:4]]
-    more = sum(b - a + 1 for a, b in pieces[4:])
+    in_a_row = groupby(enumerate(ranks), lambda each: each[1] - each[0])
+    pieces = [[rank for _, rank in run] for _, run in in_a_row]
+    shown = [f"{piece[0]}-{piece[-1]}" if len(piece) > 1 else str(piece[0]) for piece in pieces[:4]]
+    more = sum(map(len, pieces[4:]))
     return f"ranks {' '.join(shown)}" + (f" +{more}" if more else "")

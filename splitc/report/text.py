@@ -126,10 +126,8 @@ def _placements(rows: Sequence[Row], shown: Sequence[int | Hidden]) -> str:
     headers = "layer|#params|#FLOPs|#FLOP/B|role|sync|#sent|#compute"
     visible = [rows[each] for each in shown if isinstance(each, int)]
     lines = table(headers, [[name, *cells] for name, cells in visible]).splitlines()
-    text = lines[:2]
     following = iter(lines[2:])
-    for each in shown:
-        text.append(next(following) if isinstance(each, int) else _middle(f"  {each}"))
+    text = [*lines[:2], *(next(following) if isinstance(each, int) else _middle(f"  {each}") for each in shown)]
     if hidden := sum(each.rows for each in shown if isinstance(each, Hidden)):
         text.append(wrap(f"{hidden} of {len(rows)} layers are hidden, since their rows repeat; --all shows them"))
     if parts := dict.fromkeys(part for _, cells in visible if re.match(r"1/\d", part := cells[4].partition(" ")[0])):
@@ -209,14 +207,14 @@ def priced(each: Mapping[str, Any], examples: str = "") -> list[str]:
     return [ranks, format(each["global_batch"], examples), units.seconds(each["step_seconds"]), rate]
 
 
-def in_pieces(each: Mapping[str, Any]) -> str:
+def with_microbatches(each: Mapping[str, Any]) -> str:
     """Format a candidate's strategy: `data_parallel, 4 microbatches`."""
     parts = f", {each['microbatches']} microbatches" if each["microbatches"] > 1 else ""
     return f"{each['strategy']}{parts}"
 
 
 def _name(each: Mapping[str, Any]) -> str:
-    return in_pieces(each) + " (approximate)" * (not each["exact"])
+    return with_microbatches(each) + " (approximate)" * (not each["exact"])
 
 
 def tried(plan: Plan) -> str:

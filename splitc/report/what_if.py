@@ -265,6 +265,12 @@ def simulated_step(program: PlacedProgram, cluster: Cluster, accumulate: int | N
     return simulate(lower_unchecked(program), cluster, _STEPS, accumulate=accumulate)
 
 
+def simulated_figures(plan: Plan, step: Timeline) -> dict[str, Any]:
+    """Return the seconds, samples/s, and bytes that the busiest rank sends, of a simulated step."""
+    rate, sent = plan.global_batch / step.step_seconds, max(phases.sent_bytes for phases in step.phases)
+    return {"step_seconds": step.step_seconds, "samples_per_second": rate, "sent_bytes": sent}
+
+
 def _idle(plan: Plan | None) -> int:
     """How many ranks have no work; without a plan one at least."""
     return 1 if plan is None else plan.world - len(set().union(*plan.all_roles.values()))

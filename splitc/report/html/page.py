@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
+from itertools import product
 from typing import Any
 
 from splitc import units
@@ -13,7 +14,7 @@ from splitc.report.html.elements import Figures, Html, bar, every, html, joined,
 from splitc.report.html.head import accuracy, chart, sentence
 from splitc.report.html.pictures import swatch, timeline, tree
 from splitc.report.tables import by_ranks, rank_list
-from splitc.report.text import best_first, in_pieces, priced
+from splitc.report.text import best_first, priced, with_microbatches
 from splitc.version import __version__
 
 _COLORS = 6
@@ -60,7 +61,7 @@ def _candidates(figures: Figures) -> Html:
         own, rate = each["strategy"] == figures["strategy"], each["samples_per_second"]
         slower = f"{1 - rate / mine:.0%} slower" if rate < mine else "not what was asked for" if each["exact"] else ""
         why = each["why"] or ("taken" if own else slower), "approximate" * (not each["exact"])
-        shown = html("<b>{}</b>" if own else "{}", in_pieces(each))
+        shown = html("<b>{}</b>" if own else "{}", with_microbatches(each))
         rows.append([shown, *priced(each, ","), "; ".join(filter(None, why))])
     rows += [[each["name"], *[""] * 4, f"out: {each['failed']}"] for each in figures["tried"] if each["failed"]]
     return table("The best plan of each strategy", "strategy|ranks|#examples|#step|#samples/s|why not", rows)
@@ -100,11 +101,9 @@ def _what_if(figures: Figures) -> Iterator[Html]:
     links, sizes, worlds = (sorted(set(of)) for of in zip(*cells, strict=True))
     batch = "examples a reader" if grid["of_a_reader"] else "global batch"
     headers = "|#".join([batch, *map(units.bandwidth, links)])
+    drawn = {at: _cell(cells.get(at), grid["now"], batch) for at in product(links, sizes, worlds)}
     for world in worlds:
-        rows = [
-            [f"{size:,}", *(_cell(cells.get((link, size, world)), grid["now"], batch) for link in links)]
-            for size in sizes
-        ]
+        rows = [[f"{size:,}", *(drawn[link, size, world] for link in links)] for size in sizes]
         yield table(f"{units.numbered(world, 'rank')}: samples/s, and the plan", headers, rows)
     if left := grid["left_out"]:
         yield _left_out(f"{left} further cells were not planned for want of time; SPLITC_ADVICE=120 gives two minutes.")
