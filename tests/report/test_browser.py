@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt install chromium"),
 ]
-EXAMPLES = ("alexnet", "mlp", "recommender", "resnet", "transformer", "vgg16")
+EXAMPLES = ("alexnet", "digits", "extreme", "mlp", "recommender", "resnet", "transformer", "vgg16")
 
 
 @pytest.fixture(scope="module")
