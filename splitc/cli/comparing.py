@@ -60,7 +60,8 @@ def judged(texts: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list[dict
     for bound, row in product(map(parse_bound, texts), rows):
         key, _, words = QUANTITIES[bound.quantity]
         by = None if (value := row[key]) is None else max(0.0, (value / bound.value - 1) * (-1 if bound.least else 1))
-        how = "not known; not met" if by is None else f"{words(value)}; {f'not met, by {by:,.2%}' if by else 'met'}"
+        much = "" if by is None else f"{by:,.{0 if by > 1 else 2}%}"
+        how = "not known; not met" if by is None else f"{words(value)}; {f'not met, by {much}' if by else 'met'}"
         text = f"{row['cluster']}: {bound.text}: {bound.quantity} is {how}"
         found.append({"require": bound.text, "cluster": row["cluster"], "met": by == 0, "by": by, "text": text})
     return found
