@@ -26,7 +26,7 @@ from ..transport.base import Transport
 from ..transport.distributed import init
 from ..transport.phases import WARM_UP, report, write
 from ..transport.recorder import Recorder
-from ..transport.started import is_rank, was_restarted
+from ..transport.started import is_rank, number, was_restarted
 from ..weights import first_names
 from ..worker import Worker
 from .failures import guarded
@@ -56,7 +56,7 @@ def main(train: Callable[[argparse.Namespace], None], world: int) -> None:
     )
     args = parser.parse_args()
     guarded(is_rank)
-    use_checkpoints(args, int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) or was_restarted())
+    guarded(lambda: use_checkpoints(args, number("TORCHELASTIC_MAX_RESTARTS") or was_restarted()))
     args.history = History(args.checkpoints, Path(sys.argv[0])) if args.saves else None
     guarded(lambda: train(args), args.history)
 

@@ -32,7 +32,7 @@ def is_rank() -> bool:
             port = 29500
             if names[-1] == "SLURM_GTIDS":
                 told["LOCAL_WORLD_SIZE"] = str(told["LOCAL_WORLD_SIZE"].count(",") + 1)
-                job, step = _number("SLURM_JOB_ID"), _number("SLURM_STEP_ID")
+                job, step = number("SLURM_JOB_ID"), number("SLURM_STEP_ID")
                 os.environ.setdefault(TOKEN, f"{job}.{step}")
                 port += (job + step) % 1000  # steps of other jobs may share the host
             if "MASTER_ADDR" not in os.environ:
@@ -51,9 +51,9 @@ def was_restarted() -> bool:
 
 def _first_host(rank: str) -> str:
     """The host of rank 0; rank: the variable that has a rank's number."""
-    groups = [os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{k}", "0") for k in range(_number("SLURM_HET_SIZE"))]
+    groups = [number(f"SLURM_JOB_NUM_NODES_HET_GROUP_{k}") for k in range(number("SLURM_HET_SIZE"))]
     in_step = "SLURM_STEP_NODELIST" if rank == "SLURM_PROCID" else "SLURM_JOB_NODELIST"
-    is_whole = groups and sum(map(int, groups)) == _number("SLURM_STEP_NUM_NODES")
+    is_whole = groups and sum(groups) == number("SLURM_STEP_NUM_NODES")
     hosts = os.environ.get("SLURM_JOB_NODELIST_HET_GROUP_0" if is_whole else in_step, "")
     if first := re.match(r"(?:[^,[]|\[[^]]*\])+", hosts):  # of gpu[07-09,12],login
         return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0])
@@ -63,5 +63,8 @@ def _first_host(rank: str) -> str:
     )
 
 
-def _number(name: str) -> int:
-    return int(os.environ.get(name, 0))
+def number(name: str) -> int:
+    """The whole number in a variable of a launcher; 0 where it is not set.  Raises LaunchError for other texts."""
+    if not re.fullmatch("[0-9]{1,18}", given := os.environ.get(name, "0")):
+        raise LaunchError(f"{name} is {given!r}, which is no whole number; let what starts the ranks set it")
+    return int(given)

@@ -9,7 +9,7 @@ import pytest
 from splitc.errors import LaunchError
 from splitc.runtime.transport.distributed import rank_among, started_world
 from splitc.runtime.transport.sealed import TOKEN
-from splitc.runtime.transport.started import is_rank, was_restarted
+from splitc.runtime.transport.started import is_rank, number, was_restarted
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OPEN_MPI = {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
@@ -103,3 +103,16 @@ def test_a_requeued_job_was_started_before(told: pytest.MonkeyPatch) -> None:
     assert not was_restarted()
     os.environ["SLURM_RESTART_COUNT"] = "1"
     assert was_restarted()
+
+
+def test_what_is_no_number_is_told_with_the_variable(told: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("SLURM_JOB_NUM_NODES_HET_GROUP_1", "2x"),
+        ("SLURM_HET_SIZE", ""),
+        ("SLURM_JOB_ID", "-1"),
+        ("SLURM_STEP_ID", "\u0663"),
+    ):
+        with pytest.raises(LaunchError, match=f"{name} is .*, which is no whole number"):
+            tell(TASK | HET | {name: value})
+        os.environ.pop("RANK", None)
+    assert number("NOT_SET") == 0
