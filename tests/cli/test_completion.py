@@ -37,7 +37,7 @@ ASK = {
 def test_a_shell_completes_commands_options_files_and_names(
     shell: str, net: None, tmp_path: Path, capsys: Capture
 ) -> None:
-    pytest.importorskip("shtab", reason="it writes the script")
+    pytest.importorskip("shtab", reason="needs shtab, the extra completion")
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell}")
     (tmp_path / "mine.toml").touch()

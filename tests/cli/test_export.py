@@ -39,7 +39,7 @@ def trained(strategy: str, run: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_divided_model_goes_through_safetensors_bit_for_bit(tmp_path: Path, capsys: Capture) -> None:
-    safetensors = pytest.importorskip("safetensors", reason="it writes the file")
+    safetensors = pytest.importorskip("safetensors", reason="needs safetensors, the extra safetensors")
     loaded = pytest.importorskip("safetensors.torch").load_file
     state = trained(DIVIDED, tmp_path / "run")
     file = tmp_path / "model.safetensors"
@@ -76,7 +76,7 @@ def test_tied_and_odd_tensors_load_into_the_model(tmp_path: Path, capsys: Captur
     state = torch.load(tmp_path / "model", weights_only=True)
     assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
     assert_loads(state, model)
-    load_file = pytest.importorskip("safetensors.torch", reason="it writes the file").load_file
+    load_file = pytest.importorskip("safetensors.torch", reason="needs safetensors, the extra safetensors").load_file
     assert splitc(capsys, f"export {tmp_path}/run/step-000000 --safetensors {tmp_path}/model").code == 0
     assert_loads(load_file(tmp_path / "model"), model)
 
