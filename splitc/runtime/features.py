@@ -9,4 +9,10 @@ from .rounds.feature import InRounds
 from .servers.feature import OnServers
 from .subnets.feature import Subnetworks
 
-FEATURES: tuple[type[Feature], ...] = (Subnetworks, InRounds, OnServers, LateMultiplied, ErrorFeedback)
+FEATURES: tuple[type[Feature], ...] = (
+    Subnetworks,
+    InRounds,
+    OnServers,
+    LateMultiplied,
+    ErrorFeedback,
+)

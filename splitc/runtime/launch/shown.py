@@ -47,7 +47,8 @@ class Shown:
     def _pace(self, step: int) -> str:
         rate = self._worker.batch_offsets[-1] / self._seconds
         left = (len(self._batches) - step) * self._seconds
-        return f"  {rate:.{0 if rate >= 100 else 1}f} samples/s{self._batches.epoch}  {_duration(left)} left"
+        ends = f"  {_duration(left)} left" if left else ""
+        return f"  {rate:.{0 if rate >= 100 else 1}f} samples/s{self._batches.epoch}{ends}"
 
 
 def _duration(seconds: float) -> str:
