@@ -94,6 +94,7 @@ def test_a_program_is_planned_anew_where_its_examples_couple_against_expectation
     assert program.program.coupled and program.verdict.startswith("Validated")
 
 
+@pytest.mark.slow
 def test_measuring_memory_waits_for_a_validation_that_compares_bits() -> None:
     """It switches oneDNN off for the whole process; AlexNet's gradients differed while its report was made."""
     program, ahead, begun, seen = compiled(images(), torch.randn(4, 3, 8, 8)), behind.Behind(), Event(), list[bool]()

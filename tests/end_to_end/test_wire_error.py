@@ -54,6 +54,7 @@ def alone(batch: tuple[Tensor, Tensor], model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_what_is_stated_is_what_other_batches_show() -> None:
     made = chosen(3e-2)

@@ -63,6 +63,7 @@ def program_of(model: nn.Module) -> Any:
     return capture(model, torch.randn(6, 4), torch.randint(4, (6,)), F.cross_entropy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "blocks"),
     [

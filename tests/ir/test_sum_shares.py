@@ -106,6 +106,7 @@ def test_ranks_send_what_their_wire_says_and_train_as_one_process() -> None:
     assert_same(gathered, state)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_shares_that_a_person_wrote_are_those_of_gradients_alone_in_any_format() -> None:
     for strategy, form in (

@@ -128,6 +128,7 @@ def losses_of(program: CompiledProgram) -> list[str]:
     return ["features" if "features" in node.kwargs else "whole" for node in found]
 
 
+@pytest.mark.slow
 def test_a_loss_over_chunks_is_divided_by_classes_and_trains_as_one_process_does() -> None:
     holds(joined(Language(chunks), text(), 3))
 

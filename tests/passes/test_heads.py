@@ -142,6 +142,7 @@ def numbers(rows: int = 8, classes: int = CLASSES) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 8, dtype=torch.float64), torch.randint(classes, (rows,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("margin", [cosface, arcface_by_index])
 def test_a_margin_head_is_divided_by_classes_and_trains_as_one_process_does(margin: Margin) -> None:
     holds(divided(Recogniser(margin), numbers(), 4, "head"))

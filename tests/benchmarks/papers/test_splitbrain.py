@@ -92,6 +92,7 @@ def test_the_operations_of_the_ratio_are_those_that_are_counted() -> None:
             assert operations(layer) == costs[layer.name].at(1).flops
 
 
+@pytest.mark.slow
 def test_the_ratio_falls_from_the_first_fc_layer_to_the_last() -> None:
     ratios = [ccr(layer) for layer in net() if layer.kind == "linear"]
     assert ratios == [

@@ -66,6 +66,7 @@ def test_the_second_program_of_a_graph_reads_the_costs_of_the_first(counted: lis
     assert first["conv"].at(7) == second["conv"].at(7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [

@@ -49,6 +49,7 @@ def test_each_site_trains_exactly_and_all_average(inside: str) -> None:
         assert found[0] == pytest.approx(losses[rank // 2][0], rel=EXACT)
 
 
+@pytest.mark.slow
 def test_an_outer_optimizer_updates_slices_of_what_copies_have() -> None:
     batches = [batch_of(14) for _ in range(5)]
     program = sites(kind="norm", more=f"{DILOCO}, sync_batchnorm=True")
@@ -69,6 +70,7 @@ def test_an_outer_optimizer_updates_slices_of_what_copies_have() -> None:
     assert sum(results[k][1] for k in (0, 1)) == sum(numels)  # what two copies keep
 
 
+@pytest.mark.slow
 def test_units_that_are_in_time_do_as_a_server_does() -> None:
     batches = [batch_of(14) for _ in range(6)]
     more = f"{DILOCO}, delay=1, through=server, sync_batchnorm=True"

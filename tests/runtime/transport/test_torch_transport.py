@@ -79,6 +79,7 @@ def on_gloo(function: Callable[[Transport], Any]) -> list[Any]:
     return run_ranks(WORLD, run)
 
 
+@pytest.mark.slow
 def test_nccls_branches_do_what_simulated_ranks_do(asked: list[str]) -> None:
     assert on_gloo(exercise) == run_ranks(WORLD, exercise)
     assert set(asked) == {"all_gather", "unequal all_gather", "unequal reduce_scatter"}
