@@ -320,7 +320,7 @@ def test_try_plans_verifies_and_trains_and_leaves_nothing(capfd: Capture, monkey
     )
     assert "all on ranks 0-1: first, second; 83 parameters" in lines
     assert "holds: 2 steps of 16 examples in float32 on simulated ranks against one process; the worst" in lines
-    assert re.search(r"step 10  loss \d\.\d+ .* samples/s  0 s left", lines)
+    assert re.search(r"step 10  loss \d\.\d+  \d+\.\d{3} s  +\d+ samples/s then  splitc", lines)
     assert done.out.endswith("then  splitc compile net.py --world 2 --cluster v100-10gbe -o build\n")
     assert sorted(Path.cwd().iterdir()) == before
     done = splitc(capfd, "try nett.py")
