@@ -81,7 +81,7 @@ def on_both(
 def torchrun_on_both(
     hosts: tuple[str, str], builds: Sequence[Path], *options: object, **env: str
 ) -> list[tuple[int, str, float]]:
-    """The lines of docs/training.md, with one rank on each host."""
+    """The lines of docs/hosts.md, with one rank on each host."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1]
     master = ["--master-addr", ADDRESSES[0], "--master-port", PORT]
     commands = [
