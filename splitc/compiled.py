@@ -209,7 +209,7 @@ class CompiledProgram:
     def save(self, folder: str | Path, standalone: bool = False, min_world: int | None = None) -> Path:
         """Write the scripts, launch.py, plan.json and weights.pt; builds of `ladder(min_world)` into folder/worlds/N.
 
-        Raises LaunchError when the folder holds something that splitc did not write, or when a region's code cannot be
+        Raises LaunchError when the folder holds something that splitc did not write, or when own code cannot be
         imported by the scripts.
         """
         require_importable(self.validated().program, "save()")

@@ -38,7 +38,7 @@ weights and a small configuration, is compiled in train mode for 4 ranks under `
   1e-8 in float64; 1e-3 in float32 where the model cannot run in float64; and where the model computes in float32
   inside, ten times what another order or division of the examples changes in eager.
 - **trained**: `verify` holds under `auto` and under two strategies asked for, one of which separates or divides layers.
-- **region**: a part that stays the user's own code, with its share of parameters and FLOPs.
+- **own code**: a part that cannot be traced and runs as it is, with its share of parameters and FLOPs.
 """
 
 
@@ -81,7 +81,7 @@ def _totals(results: Sequence[Result], missing: Sequence[str]) -> list[str]:
         text += [
             f"- CPU seconds of a compile: median {median(total):.1f}; besides validation median "
             f"{median(beside.values()):.1f}, most {beside[slowest]:.1f} ({slowest}).",
-            f"- Regions in {some} models; more than a tenth of parameters or FLOPs in {_share(large, len(captured))}.",
+            f"- Own code in {some} models; more than a tenth of parameters or FLOPs in {_share(large, len(captured))}.",
         ]
     if missing:
         text.append(f"- Left out, not installed: {', '.join(missing)}.")
@@ -144,8 +144,8 @@ def _regions(results: Sequence[Result]) -> list[str]:
         for r in results
         for why in r.regions.why
     ]
-    head = ["| model | regions | of parameters | of FLOPs | why |", "| --- | ---: | ---: | ---: | --- |"]
-    return ["## What stays the user's own code", "", *head, *rows, ""] if rows else []
+    head = ["| model | parts | of parameters | of FLOPs | why |", "| --- | ---: | ---: | ---: | --- |"]
+    return ["## Own code", "", *head, *rows, ""] if rows else []
 
 
 def _failures(results: Sequence[Result]) -> list[str]:

@@ -143,14 +143,15 @@ def of_one_model(add: Add, plan: bool = True, world: int | None = None) -> None:
     add(
         "--strategy",
         default="auto",
-        help="auto, single_device, data_parallel, parameter_server, layer_separation, hybrid_single, late_multiply or "
-        'modulo_shard, with options as in "layer_separation(n_c=3, n_f=1)" (default: auto, the fastest exact one)',
+        help="auto, single_device, data_parallel, parameter_server, layer_separation, hybrid_single, late_multiply, "
+        "modulo_shard, mixed; approximate: local_sgd, sites, independent_subnets; with options as in "
+        '"layer_separation(n_c=3, n_f=1)" (default: auto, the fastest exact one)',
     )
     add(
         "--microbatches",
         type=positive,
         metavar="M",
-        help="parts of each reader's batch that go through the ranks one after another (default: 1)",
+        help="parts of each reader's batch, one after another (default: as the strategy chooses)",
     )
     add(
         "--pin",
@@ -158,7 +159,7 @@ def of_one_model(add: Add, plan: bool = True, world: int | None = None) -> None:
         default=[],
         metavar="PATTERN=PLACEMENT",
         help="fix where the layers that match are placed: a role, 'classifier.*=fc', or parts by name, "
-        "'classifier.1=holding:sharded,group:2' (role, holding, sync, group, split); the later one counts, "
+        "'classifier.1=holding:sharded,group:2' (role, holding, sync, group, split, state); the later one counts, "
         "part by part; may be repeated",
     )
     add("--accumulate", type=positive, default=1, metavar="N", help="batches to an update, at most (default: 1)")

@@ -52,7 +52,7 @@ def require_importable(program: Program, what: str) -> None:
     """Raise LaunchError when other processes cannot import the code of a region, which `what` needs."""
     if problems := [f"{own.path or 'the whole model'}: {own.why}" for _, own in regions(program) if not own.code]:
         title = (
-            f"{what} needs the user's own code of these regions, and scripts cannot import it: put the model into a "
+            f"{what} needs the user's own code of these modules, and scripts cannot import it: put the model into a "
             f"file, and give compile() a class or function of it without arguments that makes the model (for a loss: a "
             f"function or an object of a file):"
         )

@@ -80,18 +80,25 @@ def test_the_commands_and_the_python_of_a_page_run_in_its_order(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    for name, sizes in (("alexnet", "width=0.1"), ("mlp", "hidden=(64, 256)")):
-        with (tmp_path / "examples" / f"{name}.py").open("a") as file:
-            file.write(f"\n\nmodel = lambda: {name}({sizes})\n")  # its layers by the same names
+    _shrink(tmp_path / "examples")
     for block in blocks(page):
         if block.language == "sh":
             for line in commands(block):
                 if _in_process(line):
                     assert main(shlex.split(_small(line))[1:]) == 0, f"{line}\n{capsys.readouterr().err}"
+                if line.startswith("splitc example "):
+                    _shrink(tmp_path)
         elif block.language == "json":
             (tmp_path / "mine.json").write_text(block.text)
         elif block.language == "python":
             _run_python(page, block, tmp_path)
+
+
+def _shrink(folder: Path) -> None:
+    """Make the models of examples small, with layers of the same names."""
+    for name, sizes in (("alexnet", "width=0.1"), ("mlp", "hidden=(64, 256)")):
+        with (folder / f"{name}.py").open("a") as file:
+            file.write(f"\n\nmodel = lambda: {name}({sizes})\n")
 
 
 def _in_process(line: str) -> bool:
