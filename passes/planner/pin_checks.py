@@ -1,7 +1,7 @@
 """Pins that a strategy cannot follow, found before it makes a plan.
 
-Only a linear layer that owns its weight can be divided; group sizes divide the world; gradients of what several ranks
-train are summed.  Every strategy asks here, so that none ignores a part of a pin silently.
+Only linear layers, embeddings and normalisations of features can be divided; group sizes divide the world; gradients
+of what several ranks train are summed.  Every strategy asks here, so that none ignores a part of a pin silently.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ def of_one_model(add: Add, plan: bool = True, world: int | None = None) -> None:
         default=[],
         metavar="PATTERN=PLACEMENT",
         help="fix where the layers that match are placed: a role, 'classifier.*=fc', or parts by name, "
-        "'classifier.1=holding:sharded,group:2' (role, holding, sync, group, split, state); the later one counts, "
-        "part by part; may be repeated",
+        "'classifier.1=holding:sharded,group:2' (role, holding, sync, group, split, state, arrives); the later one "
+        "counts, part by part; may be repeated",
     )
     add("--accumulate", type=positive, default=1, metavar="N", help="batches to an update, at most (default: 1)")
     _global_batch(add)

@@ -15,7 +15,8 @@ README = (ROOT / "README.md").read_text()
 @pytest.mark.slow
 def test_the_picture_has_todays_predictions(capsys: pytest.CaptureFixture[str]) -> None:
     model = str(ROOT / "examples" / "alexnet.py")
-    assert main(["inspect", model, "--world", "4", "--cluster", "v100-10gbe", "--quiet"]) == 0
+    command = ["inspect", model, "--world", "4", "--cluster", "v100-10gbe", "--global-batch", "512", "--quiet"]
+    assert main(command) == 0
     report = capsys.readouterr().out
     today = dict(re.findall(r"^(\w+) .* ([\d,]+) +[\d.]+x$", report, re.MULTILINE))
     shown = re.findall(r" ([a-z]+_[a-z]+)  +([\d,]+)$", README, re.MULTILINE)
