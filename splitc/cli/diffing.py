@@ -115,8 +115,6 @@ def predicted(before: Plan, after: Plan) -> Iterator[Difference]:
 
 
 def _figures(plan: Plan) -> Iterator[tuple[str, float, Callable[[float], str]]]:
-    step = plan.prediction.simulated_seconds
-    yield "step, as planned", plan.step_seconds, units.seconds
-    yield "step, simulated", step, units.seconds
-    yield "samples/s, simulated", plan.global_batch / step if step else 0.0, "{:,.0f}".format
+    yield "step", plan.step_seconds, units.seconds
+    yield "samples/s", plan.samples_per_second, "{:,.0f}".format
     yield "sent by the busiest rank", max((p.sent_bytes for p in plan.prediction.phases), default=0.0), units.nbytes

@@ -60,7 +60,7 @@ def test_plans_that_decide_the_same_are_exit_code_0_whatever_they_predict(capsys
     (files / "c.json").write_text(json.dumps({**text, "step_seconds": 9.0, "priced_on": "c0ffee"}))
     done = splitc(capsys, "diff b.json c.json")
     assert done.code == 0
-    assert "both decide the same" in done.out and "step, as planned: " in done.out
+    assert "both decide the same" in done.out and "  step: " in done.out
     assert "cluster: " in done.out and "(c0ffee)" in done.out
 
 
