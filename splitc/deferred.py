@@ -166,7 +166,7 @@ class DeferredWorker:
 def _chosen(plan: Plan) -> str:
     """`hybrid_single on 2 ranks (all x 2), plan 1a2b, 324 ms a step on v100-10gbe`."""
     roles = ", ".join(f"{role} x {len(ranks)}" for role, ranks in plan.roles.items())
-    step = units.seconds(plan.prediction.simulated_seconds)
+    step = units.seconds(plan.step_seconds)
     chosen = f"{plan.strategy} on {units.numbered(plan.world, 'rank')} ({roles}), plan {plan.hash}"
     return f"{chosen}, {step} a step predicted on {plan.prediction.cluster}"
 
