@@ -30,7 +30,7 @@ Written by `python -m benchmarks.paper_models --page docs/measurements/real-mode
 models, written by hand after papers, or tiny configurations of packages, of kinds that are hard to divide; authors and
 titles are in `benchmarks/paper_models/zoo/`. Each trains four steps of batches that differ in size, on simulated ranks,
 under `data_parallel` on 2 and `auto` on 4, and is compared with a plain loop of torch in float64: losses, evaluations,
-gradients, state. An error is the largest of `verify`; {trains} of {models} train, those in bold do not.
+gradients, state. An error is the largest of `verify`; {trains} of {models} train, those in bold not under both.
 """
 
 

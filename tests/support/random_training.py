@@ -184,7 +184,7 @@ def _on_rank(
     if steps.stop < len(sizes):
         worker.save(folder)
         worker.close()
-    gradients = {name: gradient.clone() for name, gradient in worker.gradients().items()}
+    gradients = {name: gradient.to_dense().clone() for name, gradient in worker.gradients().items()}
     return worker, Trained(losses, evaluated, gradients, worker.state_dict() or {})
 
 
@@ -217,7 +217,8 @@ def _eager(case: Case, run: Run, totals: Sequence[int], program: Program) -> Tra
             value, again = (float(case.value(tuple(inputs), target)) for _ in range(2))
         evaluated.append(value if value == again else math.nan)
         model.train()
-    gradients = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+    named = model.named_parameters(remove_duplicate=False)
+    gradients = {n: p.grad.to_dense() for n, p in named if p.grad is not None}
     return Trained(losses, evaluated, gradients, model.state_dict())
 
 
