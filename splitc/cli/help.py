@@ -109,7 +109,7 @@ options, after the folder
                           N ranks or more (a build of compile --min-world)
 
 A launch.py that you wrote yourself gets all but these as they stand. On
-several machines you can also start torchrun yourself (docs/hosts.md);
+several machines you can also start torchrun yourself (docs/training.md);
 launch.py --measure FILE then writes what was measured:
   torchrun --nnodes 2 --nproc-per-node 4 ... build/launch.py
 """,
