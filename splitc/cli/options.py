@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from splitc.cli import model_options as of
-from splitc.cli.help import epilog
 from splitc.cli.parser import UNITS as UNITS
 from splitc.cli.parser import Add, Parser, seconds
 from splitc.runtime.launch.options import positive as positive
 from splitc.version import __version__
+
+_MANUAL = Path(__file__).parent / "manual"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -34,7 +35,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def whole_parser() -> Parser:
     """The parser of all commands."""
     parser = Parser(
-        prog="splitc", description="Compile a PyTorch model into one program for each rank.", epilog=epilog()
+        prog="splitc", description="Compile a PyTorch model into one program for each rank.", epilog=_epilog()
     )
     parser.add_argument("--version", action="version", version=f"splitc {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
@@ -43,11 +44,18 @@ def whole_parser() -> Parser:
         text = add_options.__doc__ or name
         brief = f"{text[0].lower()}{text[1:].removesuffix('.')}"
         command: Parser = commands.add_parser(
-            name, help=brief, description=text, epilog=epilog(name), add_help=name != "demo"
+            name, help=brief, description=text, epilog=_epilog(name), add_help=name != "demo"
         )
         command.set_defaults(parser=command, function=function)
         add_options(command.add_argument)
     return parser
+
+
+def _epilog(command: str = "splitc") -> str:
+    """What follows the options in the help of a command, by the pages of `manual/`: examples, conventions, exit codes."""
+    takes_model = command in ("try", "inspect", "explain", "compile", "verify", "simulate")
+    pages = [_MANUAL / f"{page}.txt" for page in (command, *["conventions"] * takes_model, "exit_codes")]
+    return "\n".join(page.read_text(encoding="utf-8") for page in pages if page.is_file())
 
 
 def _diff(add: Add) -> None:
