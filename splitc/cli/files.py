@@ -1,4 +1,4 @@
-"""Files that commands write: checked before anything runs, and written as a whole."""
+"""Files that commands write: checked before anything runs, made of templates, and written as a whole."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 from splitc.errors import LaunchError
+
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 def check_writable(option: str, path: Path | None) -> None:
@@ -30,3 +32,8 @@ def write_file(option: str, path: Path, text: str) -> None:
         partial.replace(path)
     except OSError as error:
         raise LaunchError(f"{option} {path}: it cannot be written: {error.strerror or error}") from error
+
+
+def filled(template: str, **values: object) -> str:
+    """The text of a template with these values in it."""
+    return (_TEMPLATES / template).read_text(encoding="utf-8").format(**values)

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from splitc.cli.files import filled
 from splitc.codegen.build_folder import WEIGHTS
 from splitc.errors import LaunchError
 from splitc.runtime.errors import RESTART
@@ -34,36 +35,6 @@ _LOOK = 30.0  # seconds, after which a run without some of its hosts looks wheth
 GROWS = -1  # in place of an exit code: all ranks have stopped, since there are hosts for more of them
 _PASSED_ON = ("SPLITC_", "GLOO_", "NCCL_", "OMP_", "CUDA_", "TORCH_", "PYTORCH_", "FI_", "UCX_", "PYTHONPATH")
 """How environment variables of the ranks begin."""
-
-_PREPARE = """\
-py={python}; [ -x "$py" ] || py=python3
-dir={folder}; rm -rf "$dir" && mkdir -p "$dir" && tar -xf - -C "$dir" && cd "$dir" || exit 1
-"$py" -c '
-import socket, sys
-from importlib.util import find_spec
-if missing := [name for name in ("torch", "splitc") if find_spec(name) is None]:
-    sys.exit(f"{{sys.executable}} has no {{chr(44).join(missing)}}; install the same versions as here")
-try:
-    socket.getaddrinfo(sys.argv[1], None)
-except OSError:
-    sys.exit(f"{{sys.argv[1]}} has no address here; set MASTER_ADDR to an address of the first host")
-' {master}"""
-
-_RUN = """\
-py={python}; [ -x "$py" ] || py=python3
-dir={folder}; cd {here} 2>/dev/null || cd "$dir"
-export {variables}
-export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(( ($(nproc) + {ranks} - 1) / {ranks} ))}}"
-exec 3<&0
-"$py" -m torch.distributed.run --nnodes {hosts} --node-rank {number} --nproc-per-node {ranks} \
---master-addr {master} --master-port {port} "$dir"/launch.py {arguments} </dev/null 3<&- &
-torchrun=$!
-(read -r stop <&3 && kill $torchrun; cat <&3; kill $torchrun; sleep 10; kill -KILL $torchrun) >/dev/null 2>&1 &
-watcher=$!
-exec 3<&-
-wait $torchrun; code=$?
-kill $watcher
-exit $code"""
 
 
 @dataclass(frozen=True)
@@ -153,7 +124,7 @@ def _common(hosts: Sequence[Host]) -> dict[str, str]:
 
 def _copied(folder: Path, mark: str, hosts: Sequence[Host]) -> dict[Host, LaunchError]:
     """Copy a folder to hosts; returns why those that cannot be reached, or cannot run it, do not have it."""
-    scripts = [_PREPARE.format(**_common(hosts), folder=copy) for copy in _copies(folder, mark, hosts)]
+    scripts = [filled("prepare.sh", **_common(hosts), folder=copy) for copy in _copies(folder, mark, hosts)]
     with ThreadPoolExecutor(len(hosts)) as pool:
         found = zip(hosts, pool.map(lambda *each: _copy(folder, *each), hosts, scripts), strict=True)
         return {host: error for host, error in found if error is not None}
@@ -166,7 +137,7 @@ def _scripts(folder: Path, mark: str, hosts: Sequence[Host], arguments: Sequence
     passed = {**quiet, **SAVING, TOKEN: secrets.token_hex(16)}
     passed |= {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     passed["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    run = {
+    run: dict[str, object] = {
         **_common(hosts),
         "here": shlex.quote(os.getcwd()),
         "variables": " ".join(f"{name}={shlex.quote(value)}" for name, value in passed.items()),
@@ -175,7 +146,7 @@ def _scripts(folder: Path, mark: str, hosts: Sequence[Host], arguments: Sequence
         "hosts": len(hosts),
     }
     return [
-        _RUN.format(**run, folder=copy, number=k, ranks=host.ranks)
+        filled("run.sh", **run, folder=copy, number=k, ranks=host.ranks)
         for k, (host, copy) in enumerate(zip(hosts, _copies(folder, mark, hosts), strict=True))
     ]
 

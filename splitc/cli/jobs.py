@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from splitc.cli.files import check_writable, write_file
+from splitc.cli.files import check_writable, filled, write_file
 from splitc.cli.launching import check_build, parse_launch
 from splitc.cli.names import require_build
 from splitc.cli.parser import Parser
@@ -22,7 +22,6 @@ from splitc.units import numbered
 
 _PROCESS = 1024  # MiB that Python, torch and what a rank reads take beside the plan's memory
 PORT = 29500
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -105,10 +104,6 @@ def job(args: argparse.Namespace) -> int:
     return 0
 
 
-def _text(template: str, **values: object) -> str:
-    return (_TEMPLATES / template).read_text(encoding="utf-8").format(**values)
-
-
 def _sbatch(groups: Groups, args: argparse.Namespace, script: Sequence[str], common: Mapping[str, object]) -> str:
     lines = []
     for group in groups:
@@ -116,7 +111,7 @@ def _sbatch(groups: Groups, args: argparse.Namespace, script: Sequence[str], com
         lines.append(f"--nodes={group.hosts} --ntasks-per-node={group.ranks} --cpus-per-task={args.cpus}{takes}")
     het = f" --het-group={','.join(map(str, range(len(groups))))}" if len(groups) > 1 else ""
     components = "\n#SBATCH hetjob\n".join(f"#SBATCH {line}" for line in lines)
-    return _text("job.sbatch", **common, components=components, groups=het, command=shlex.join(script))
+    return filled("job.sbatch", **common, components=components, groups=het, command=shlex.join(script))
 
 
 def _jobset(groups: Groups, args: argparse.Namespace, script: Sequence[str], common: Mapping[str, object]) -> str:
@@ -126,5 +121,5 @@ def _jobset(groups: Groups, args: argparse.Namespace, script: Sequence[str], com
         takes = {"nvidia.com/gpu": args.gpus * group.ranks} if args.gpus else {"memory": f"{group.memory}Mi"}
         limits = {"cpu": args.cpus * group.ranks, **(takes if args.gpus or group.memory else {})}
         texts = {"image": json.dumps(args.image), "command": json.dumps(command), "limits": json.dumps(limits)}
-        jobs += _text("replicated-job.yaml", **common, **texts, group=group)
-    return _text("jobset.yaml", **common) + jobs
+        jobs += filled("replicated-job.yaml", **common, **texts, group=group)
+    return filled("jobset.yaml", **common) + jobs
