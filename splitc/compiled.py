@@ -33,7 +33,7 @@ from splitc.ladder import Rung, ladder
 from splitc.passes.analysis import analyse
 from splitc.report.drift import expected
 from splitc.report.figures import of_plan
-from splitc.report.html import head
+from splitc.report.html.head import head
 from splitc.report.text import report, tried
 from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.parameter_groups import OptimizerFactory

@@ -52,7 +52,7 @@ def whole_parser() -> Parser:
 
 
 def _epilog(command: str = "splitc") -> str:
-    """What follows the options in the help of a command, by the pages of `manual/`: examples, conventions, exit codes."""
+    """What follows the options in the help of a command: examples, conventions and exit codes."""
     takes_model = command in ("try", "inspect", "explain", "compile", "verify", "simulate")
     pages = [_MANUAL / f"{page}.txt" for page in (command, *["conventions"] * takes_model, "exit_codes")]
     return "\n".join(page.read_text(encoding="utf-8") for page in pages if page.is_file())

@@ -13,7 +13,7 @@ from splitc.cli.files import write_file
 from splitc.compiled import CompiledProgram
 from splitc.report.figures import as_json
 from splitc.report.grid import what_if
-from splitc.report.html import page
+from splitc.report.html.page import page
 from splitc.report.step import figures_of_step
 from splitc.runtime.progress import Step
 

@@ -105,7 +105,8 @@ def product_files() -> set[str]:
         f"{room}/{path.relative_to(folder).as_posix()}"
         for room, folder in rooms.items()
         for path in folder.rglob("*")
-        if path.suffix in (".css", ".html", ".js", ".py", ".toml", ".typed") or path.parent.name in ("manual", "templates")
+        if path.suffix in (".css", ".html", ".js", ".py", ".pyi", ".toml", ".typed")
+        or path.parent.name in ("manual", "templates")
     }
 
 
