@@ -6,8 +6,10 @@ ranks with equal memory.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache, partial
 
 from splitc import units
 from splitc.cost_models.memory.memory import RankMemory
@@ -21,38 +23,28 @@ from splitc.ir.roles import ranks_text
 from splitc.ir.wire import nbytes_trained, wire
 
 
-def memory_of_all(program: LoweredProgram, optimizer_copies: int = 1) -> tuple[RankMemory, ...]:
+def memory_of_all(program: LoweredProgram) -> tuple[RankMemory, ...]:
     """Return the memory of every rank."""
-    found: dict[object, RankMemory] = {}
-    for rank, kind in enumerate(kinds := _kinds(program)):
-        if kind not in found:
-            found[kind] = memory_of(program, rank, optimizer_copies)
-    return tuple(found[kind] for kind in kinds)
+    memory = cache(partial(memory_of, program))
+    return tuple(memory(like) for like in _alike(program))
 
 
-def require_memory(program: LoweredProgram, have: Callable[[int], float], optimizer_copies: int = 1) -> None:
+def require_memory(program: LoweredProgram, have: Callable[[int], float]) -> None:
     """Raise PlacementError when the peak of a rank exceeds its memory.  have: rank -> its memory (bytes).
 
     Ranks for which a cheap upper bound fits are not run.
     """
-    bounds: dict[object, float] = {}
-    found: dict[object, RankMemory] = {}
-    short: dict[tuple[object, float], list[int]] = {}
-    for rank, kind in enumerate(_kinds(program)):
-        if kind not in bounds:
-            bounds[kind] = _bound(program, rank, optimizer_copies)
-        if bounds[kind] <= have(rank):
-            continue
-        if kind not in found:
-            found[kind] = memory_of(program, rank, optimizer_copies)
-        if found[kind].peak > have(rank):
-            short.setdefault((kind, have(rank)), []).append(rank)
+    bound, memory = cache(partial(_bound, program)), cache(partial(memory_of, program))
+    short: dict[tuple[int, float], list[int]] = defaultdict(list)
+    for rank, like in enumerate(_alike(program)):
+        if bound(like) > have(rank) and memory(like).peak > have(rank):
+            short[like, have(rank)].append(rank)
     if short:
         raise PlacementError(
             bullets(
                 f"the plan {program.plan.strategy} does not fit into memory; use a smaller global_batch, more "
                 f"ranks, or a strategy that shards or moves the largest layers:",
-                [_shortage(program, ranks, found[kind], has) for (kind, has), ranks in short.items()],
+                [_shortage(program, ranks, memory(like), has) for (like, has), ranks in short.items()],
             )
         )
 
@@ -65,11 +57,8 @@ def require_memory_on(program: LoweredProgram, cluster: Cluster | None, memory: 
 
 def most_memory_on(program: LoweredProgram, cluster: Cluster | None, memory: float | None) -> tuple[int, ...]:
     """What each rank of a program that fits takes at most (bytes), without a run; none where nothing limits it."""
-    have, bounds, kinds = _memory_on(program, cluster, memory), dict[object, float](), _kinds(program)
-    for rank, kind in enumerate(kinds):
-        if kind not in bounds:
-            bounds[kind] = _bound(program, rank, 1)
-    return tuple(int(min(bounds[kind], have(rank))) for rank, kind in enumerate(kinds)) if have else ()
+    have, bound = _memory_on(program, cluster, memory), cache(partial(_bound, program))
+    return tuple(int(min(bound(like), have(rank))) for rank, like in enumerate(_alike(program))) if have else ()
 
 
 def _memory_on(program: LoweredProgram, cluster: Cluster | None, memory: float | None) -> Callable[[int], float] | None:
@@ -92,8 +81,8 @@ def _shortage(program: PlacedProgram, ranks: list[int], memory: RankMemory, have
 # -- equivalent ranks --------------------------------------------------------------------------------------------------
 
 
-def _kinds(program: LoweredProgram) -> list[object]:
-    """Return, for every rank, all that its memory depends on: its rank program, and its sizes in each role."""
+def _alike(program: LoweredProgram) -> list[int]:
+    """Return, for every rank, the first with equal memory: with its rank program, and its sizes in each role."""
     plan = program.plan
     programs = {rank: each for each in program.rank_programs for rank in each.ranks}
 
@@ -101,7 +90,9 @@ def _kinds(program: LoweredProgram) -> list[object]:
         held = tuple(shape for feature in features() for shape, _ in feature.holds(program, rank))
         return name, held, *(_sizes(plan, role, rank) for role in plan.roles_of(rank))
 
-    return [kind(each.name, rank) if (each := programs.get(rank)) is not None else None for rank in range(plan.world)]
+    kinds = (kind(programs[rank].name, rank) if rank in programs else None for rank in range(plan.world))
+    first: dict[object, int] = {}
+    return [first.setdefault(each, rank) for rank, each in enumerate(kinds)]
 
 
 def _sizes(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
@@ -119,11 +110,11 @@ def _sizes(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
 # -- an upper bound that needs no run ----------------------------------------------------------------------------------
 
 
-def _bound(program: LoweredProgram, rank: int, optimizer_copies: int) -> float:
+def _bound(program: LoweredProgram, rank: int) -> float:
     """Upper bound of a rank's peak (bytes): everything that it holds, computes, saves and exchanges in a step.
 
-    Gradients count three times: as computed, as accumulated, and as a temporary copy of the optimizer.  Communicated
-    values count with their buffers.
+    What is held counts with a copy in the optimizer, and three gradients: as computed, as accumulated, and as a
+    temporary copy of the optimizer.  Communicated values count with their buffers.
     """
     plan = program.plan
     held = moved = backward = 0.0
@@ -136,4 +127,4 @@ def _bound(program: LoweredProgram, rank: int, optimizer_copies: int) -> float:
             backward = max(backward, sum(op.bytes_accessed for op in cost.backward_ops))
     held += sum(nbytes for feature in features() for _, nbytes in feature.holds(program, rank))
     exchanged = sum((6 if op.form else 2) * op.computed for op in wire(program, rank))  # what is cast has copies
-    return (4 + optimizer_copies) * held + moved + backward + exchanged
+    return 5 * held + moved + backward + exchanged

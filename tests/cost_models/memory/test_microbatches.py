@@ -123,7 +123,7 @@ def test_ranks_that_are_alike_are_followed_once_and_the_bound_is_not_exceeded(pl
     done = in_pieces(plan, 3, schedule, batch=7).program  # which three microbatches do not divide
     memories = memory_of_all(done)
     assert memories == tuple(memory_of(done, rank) for rank in range(done.plan.world))
-    assert all(memory.peak <= _bound(done, rank, 1) for rank, memory in enumerate(memories))
+    assert all(memory.peak <= _bound(done, rank) for rank, memory in enumerate(memories))
 
 
 ALONE = ["single_device", "data_parallel", "hybrid_single", "layer_separation(ranks=1+1)"]
