@@ -23,6 +23,7 @@ import numpy as np
 from splitc import units
 from splitc.cost_models.calibration.devices import Residual, averaged
 from splitc.cost_models.calibration.samples import LARGE, LIKE, LinkSamples, Overlap, Ranks, Sample, times
+from splitc.cost_models.network.alpha_beta import RINGS
 from splitc.ir.device import COLLECTIVES, Link, Rate
 
 Point = tuple[float, float, float]  # rounds, bytes, seconds
@@ -112,13 +113,9 @@ def fit_factor(points: Iterable[tuple[float, float, float]]) -> float:
 def point(sample: Sample) -> Point:
     """Rounds and bytes that (1) prices a message, many to one or a collective by, and its seconds."""
     n, nbytes = len(sample.ranks), sample.nbytes
-    rounds, sent = {
-        **dict.fromkeys(_MANY, (n - 1, (n - 1) * nbytes)),
-        **dict.fromkeys(("all_gather", "reduce_scatter"), (n - 1, (n - 1) / n * nbytes)),
-        "all_to_all": (n - 1, (n - 1) / n**2 * nbytes),
-        "all_reduce": (2 * (n - 1), 2 * (n - 1) / n * nbytes),
-    }.get(sample.kind, (1, nbytes))
-    return rounds, sent, sample.seconds
+    times, power = RINGS.get(sample.kind, (1, 0))
+    rounds = times * (n - 1) if sample.kind in (*RINGS, *_MANY) else 1
+    return rounds, rounds * nbytes / n**power, sample.seconds
 
 
 def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from splitc.ir.device import Link
 
@@ -40,35 +41,28 @@ def concurrent(nbytes: Iterable[float], link: Link) -> float:
     return link.latency + sum(sizes) / link.bandwidth if sizes else 0.0
 
 
-def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
-    """Sum tensors of `nbytes` over `n` ranks: 2 (n - 1) rounds of nbytes / n."""
-    return 2 * (n - 1) * _round("all_reduce", nbytes / n, link) if n > 1 else 0.0
+RINGS = {"all_reduce": (2, 1), "all_gather": (1, 1), "reduce_scatter": (1, 1), "all_to_all": (1, 2)}
+"""Collective -> a, b: it has a (n - 1) rounds, in each of which a rank sends nbytes / n^b of a tensor of nbytes.
+
+By rounds of a ring, or, as on gloo where parts are unequal or summed, by a message straight to every other rank: as
+many bytes.  A reduce-scatter sums tensors of nbytes, of which each rank keeps 1/n; an all-gather reverses it.
+"""
+
+
+def ring(collective: str, nbytes: float, n: int, link: Link) -> float:
+    """A collective of `RINGS` over `n` ranks: at its measured rate, else by exchanges on the link."""
+    turns, power = RINGS[collective]
+    rate = link.collectives.get(collective)
+    each = nbytes / n**power
+    return turns * (n - 1) * (_exchange(each, link) if rate is None else rate.latency + each / rate.bandwidth)
+
+
+ring_all_reduce, all_gather, reduce_scatter, all_to_all = (partial(ring, collective) for collective in RINGS)
 
 
 def through_server(nbytes: float, n: int, link: Link) -> float:
     """Sum tensors of `nbytes` over `n` ranks on one of them, whose link all of them share, there and back."""
     return 2 * concurrent((n - 1) * [nbytes], link)
-
-
-def reduce_scatter(nbytes: float, n: int, link: Link) -> float:
-    """Sum tensors of `nbytes` over `n` ranks, each keeps 1/n: n - 1 rounds of nbytes / n.
-
-    By rounds of a ring, or as on gloo by a message straight to every other rank, which sums them: as many bytes.
-    """
-    return (n - 1) * _round("reduce_scatter", nbytes / n, link)
-
-
-def all_gather(nbytes: float, n: int, link: Link) -> float:
-    """Give all `n` ranks a tensor of `nbytes` of which each has 1/n: n - 1 rounds of nbytes / n.
-
-    By rounds of a ring, or, where parts are unequal on gloo, by a message straight to every other rank.
-    """
-    return (n - 1) * _round("all_gather", nbytes / n, link)
-
-
-def all_to_all(nbytes: float, n: int, link: Link) -> float:
-    """Send equal parts of `nbytes` from each of `n` ranks to every other: n - 1 rounds of nbytes / n^2."""
-    return (n - 1) * _round("all_to_all", nbytes / n**2, link)
 
 
 def recursive_doubling_rounds(n: int) -> int:
@@ -89,12 +83,6 @@ def recursive_doubling(nbytes: float, n: int, link: Link) -> float:
     return doubling * _exchange(nbytes, link) + surplus * point_to_point(nbytes, link)
 
 
-def _round(collective: str, nbytes: float, link: Link) -> float:
-    """One round of a ring: at the collective's measured rate, else an exchange on the link."""
-    rate = link.collectives.get(collective)
-    return _exchange(nbytes, link) if rate is None else rate.latency + nbytes / rate.bandwidth
-
-
 def _exchange(nbytes: float, link: Link) -> float:
     """A rank sends `nbytes` and receives as many at the same time."""
     return link.latency + (1 if link.duplex else 2) * nbytes / link.bandwidth
@@ -102,21 +90,13 @@ def _exchange(nbytes: float, link: Link) -> float:
 
 def rounds(algorithm: str, n: int) -> int:
     """The messages that a rank sends one after the other in a collective over `n` ranks."""
-    match algorithm:
-        case "all_reduce":
-            return 2 * (n - 1)
-        case "recursive_doubling":
-            return recursive_doubling_rounds(n)
-        case "server":
-            return 2
-    return n - 1
+    if algorithm in RINGS:
+        return RINGS[algorithm][0] * (n - 1)
+    return recursive_doubling_rounds(n) if algorithm == "recursive_doubling" else 2
 
 
 ALGORITHMS: dict[str, Callable[[float, int, Link], float]] = {
-    "all_reduce": ring_all_reduce,
-    "all_gather": all_gather,
-    "all_to_all": all_to_all,
-    "reduce_scatter": reduce_scatter,
+    **dict(zip(RINGS, (ring_all_reduce, all_gather, reduce_scatter, all_to_all), strict=True)),
     "recursive_doubling": recursive_doubling,
     "server": through_server,
 }
