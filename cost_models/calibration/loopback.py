@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,27 +34,23 @@ class Loopback(Forwarding):
 
     def __init__(self, simulated: Transport, store: Any) -> None:
         super().__init__(simulated)
-        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.world, _TIMEOUT)
+        gloo = dist.ProcessGroupGloo(store, self.rank, self.world, _TIMEOUT)
+        self._group = cast(dist.ProcessGroup, gloo)  # whose operations it has
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        work: Work = self._group.send([tensor], dst, tag)
-        return work
+        return self._group.send([tensor], dst, tag)
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
-        work: Work = self._group.recv([tensor], src, tag)
-        return work
+        return self._group.recv([tensor], src, tag)
 
     def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
-        work: Work = self._group.allreduce([tensor])
-        return work
+        return self._group.allreduce([tensor])
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
-        work: Work = self._group.broadcast([tensor], src)
-        return work
+        return self._group.broadcast([tensor], src)
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
-        work: Work = self._group.allgather([outputs], [tensor])
-        return work
+        return self._group.allgather([outputs], [tensor])
 
     def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
         """By messages straight to their rank, as the transport of processes does it."""

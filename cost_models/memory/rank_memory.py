@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,10 +79,10 @@ def _steps(program: LoweredProgram, rank: int, optimizer_copies: int, accumulate
     live = LiveStorage()
     updates = _Updates(live, optimizer_copies, program.plan.deals)
     transport = NullTransport(rank, program.plan, lambda tensors: live.mark(tensors, TRAVELS))
-    module, weights, make = _module(program, rank), _weights(program), updates.optimizer
+    module, weights, make = _module(program, rank), _weights(program), cast(Any, partial(_Optimizer, updates))
     worker = Worker(module, transport, weights, {}, make, accumulate=accumulate, elementwise=True)
     parameters, buffers = list(worker.stage.parameters()), list(worker.stage.buffers())
-    updates.watch(parameters)
+    updates.watched.update(parameters)
     batch = _batch(program, rank)
     live.mark([*parameters, *buffers], HELD)
     live.mark(batch, WORKING)
@@ -141,14 +142,15 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 class _Updates:
     """Replace the optimizers of a rank, and record memory when they step.  dealt: their state travels with slices.
 
-    gradients: peak bytes in `.grad`.  most: peak live bytes during an optimizer step, without the optimizer state.
+    gradients: peak bytes in `.grad` of those `watched`.  most: peak live bytes during an optimizer step, without the
+    optimizer state.
     """
 
     def __init__(self, live: LiveStorage, copies: int, dealt: bool) -> None:
         self._live, self.copies, self.dealt = live, copies, dealt
         self.gradients = 0
         self.most = 0
-        self._watched: set[nn.Parameter] = set()
+        self.watched: set[nn.Parameter] = set()
         self._stepped: set[nn.Parameter] = set()
 
     @property
@@ -156,16 +158,6 @@ class _Updates:
         """Bytes of the optimizer state of all parameters that were updated."""
         count = torch.get_default_dtype().itemsize if self.copies > 1 else 0
         return sum(self.copies * parameter.nbytes + count for parameter in self._stepped)
-
-    def optimizer(self, named: Sequence[tuple[str, nn.Parameter]]) -> Any:
-        """Return an optimizer of these parameters."""
-        parameters = [parameter for _, parameter in named]
-        self.watch(parameters)
-        return _Optimizer(self, parameters)
-
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Count the gradients of `parameters`."""
-        self._watched.update(parameters)
 
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record the memory of an update of `parameters`, with the optimizer's temporaries.
@@ -182,15 +174,16 @@ class _Updates:
 
     def note_gradients(self) -> None:
         """Record the present bytes in `.grad`."""
-        self.gradients = max(self.gradients, _nbytes(p.grad for p in self._watched if p.grad is not None))
+        self.gradients = max(self.gradients, _nbytes(p.grad for p in self.watched if p.grad is not None))
 
 
 class _Optimizer:
     """An optimizer that only records."""
 
-    def __init__(self, updates: _Updates, parameters: Sequence[nn.Parameter]) -> None:
-        self._updates, self._parameters = updates, parameters
-        self.param_groups = [{"params": parameters}]
+    def __init__(self, updates: _Updates, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._updates, self._parameters = updates, [parameter for _, parameter in named]
+        updates.watched.update(self._parameters)
+        self.param_groups = [{"params": self._parameters}]
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
 
     def step(self) -> None:

@@ -13,21 +13,27 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
 
 from splitc import units
 from splitc.cli.files import check_writable, write_file
+from splitc.cost_models.calibration.calibrate import Calibration, cores
+from splitc.cost_models.calibration.calibrate import calibrate as measure
+from splitc.cost_models.calibration.devices import Residual
 from splitc.errors import CostError, LaunchError
+from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import parse_cluster, to_data, to_toml
+from splitc.ir.device import Device, Link
+from splitc.runtime.launch.failures import guarded
+from splitc.runtime.launch.torchrun import torchrun
 from splitc.runtime.progress import Step
+from splitc.runtime.transport.distributed import init
 from splitc.runtime.transport.started import is_rank
-
-if TYPE_CHECKING:
-    from splitc.cost_models.calibration.calibrate import Calibration
-    from splitc.cost_models.calibration.devices import Residual
-    from splitc.ir.cluster import Cluster
-    from splitc.ir.device import Device, Link
 
 MOST = 16  # ranks started on a machine without GPUs
 _BUSY = 0.3  # load per core above which the user is warned
@@ -43,13 +49,12 @@ def calibrate(args: argparse.Namespace) -> int:
     if not started or os.environ["RANK"] == "0":
         check_output(output)
     if started:
-        return _as_rank(args, output)
+        guarded(partial(_as_rank, args, output))
+        return 0
     world = ranks_to_start(args.ranks, args.backend)
     if not args.quiet:
         _say(f"measuring {units.numbered(world, 'rank')} for about {args.budget:g} s")
         _warn_when_busy()
-    from splitc.runtime.launch.torchrun import torchrun
-
     options = ["--output", args.output, "--budget", str(args.budget)]
     options += ["--backend", args.backend] if args.backend else []
     options += [f"--{flag}" for flag in ("separate", "json", "quiet", "all") if getattr(args, flag)]
@@ -75,9 +80,6 @@ def ranks_to_start(asked: int | None, backend: str | None) -> int:
 
     Raises LaunchError when that many cannot be started, or cannot measure a link.
     """
-    import torch
-    import torch.distributed as dist
-
     if not dist.is_available():
         raise LaunchError(
             "this torch has no torch.distributed, which ranks talk through; install another build of torch"
@@ -89,24 +91,12 @@ def ranks_to_start(asked: int | None, backend: str | None) -> int:
         )
     if asked == 1 and not gpus:
         raise LaunchError("--ranks 1: a link has two ends; start 2 ranks or more")
-    from splitc.cost_models.calibration.calibrate import cores
-
     return asked or gpus or min(max(2, cores()), MOST)
 
 
-def _as_rank(args: argparse.Namespace, output: Path) -> int:
-    from splitc.runtime.launch.failures import guarded
-
-    guarded(lambda: _measure(args, output))
-    return 0
-
-
-def _measure(args: argparse.Namespace, output: Path) -> None:
+def _as_rank(args: argparse.Namespace, output: Path) -> None:
     if args.ranks is not None:
         raise LaunchError(f"--ranks {args.ranks}: torchrun has started {os.environ['WORLD_SIZE']} ranks; leave it out")
-    from splitc.cost_models.calibration.calibrate import calibrate as measure
-    from splitc.runtime.transport.distributed import init
-
     transport = init(backend=args.backend, timeout=_PATIENCE + 2 * args.budget)
     about = f"measuring for about {args.budget:g} s"
     with Step(about, args.quiet or transport.rank != 0) as step:
@@ -120,8 +110,6 @@ def _measure(args: argparse.Namespace, output: Path) -> None:
 
 
 def _warn_when_busy() -> None:
-    from splitc.cost_models.calibration.calibrate import cores
-
     busy, here = os.getloadavg()[0], cores()
     if busy > _BUSY * here:
         _say(f"this machine was busy in the last minute, load {busy:.1f} on {here} cores: the numbers may be too low")
@@ -136,8 +124,6 @@ def _say(text: str) -> None:
 
 def report(found: Calibration, output: Path, everything: bool = False) -> str:
     """The numbers of the cluster, and the command that uses them; everything: the residuals too."""
-    from tabulate import tabulate
-
     rows = [
         (each.what, units.seconds(each.measured), units.seconds(each.fitted), f"{100 * _error(each):+.0f} %")
         for each in found.residuals

@@ -12,32 +12,32 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from splitc import units
+from splitc.cli.example_input import free_memory
+from splitc.cli.files import filled
+from splitc.cli.hosts import parse_hosts, run_on_hosts
+from splitc.cost_models.calibration.pairs import Pair, measure_pairs
 from splitc.cost_models.clusters.files import cluster_files
+from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import LaunchError
+from splitc.ir.cluster import Cluster
+from splitc.ir.cluster_file import to_toml
+from splitc.ir.device import Link
+from splitc.runtime.launch.failures import guarded
+from splitc.runtime.launch.torchrun import torchrun
+from splitc.runtime.transport.base import Transport
+from splitc.runtime.transport.devices import host
+from splitc.runtime.transport.distributed import init
 from splitc.runtime.transport.started import is_rank
 from splitc.version import __version__
-
-if TYPE_CHECKING:
-    from splitc.cost_models.calibration.pairs import Pair
-    from splitc.ir.cluster import Cluster
-    from splitc.ir.device import Link
-    from splitc.runtime.transport.base import Transport
 
 _SLOWER, _FASTER, _SHARING = 0.8, 1.5, 1.3  # factors of a bandwidth from which it is another one
 _LATE = 5e-4  # seconds of latency, beyond three times what is expected
 _CLOCK, _ROOM = 0.5, 1e9  # seconds that clocks may differ by; bytes of memory and disk that are too few
-_LAUNCH = '''"""Started by `splitc doctor --hosts`."""
-import sys
-from pathlib import Path
-
-from splitc.cli.entry import main
-
-file = Path(__file__).with_name("cluster.toml")
-sys.exit(main(["doctor", *sys.argv[1:], *(["--cluster", str(file)] if file.exists() else [])]))
-'''
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -48,38 +48,26 @@ def doctor(args: argparse.Namespace) -> int:
         raise LaunchError("--ranks starts processes on this machine, --hosts a:2,b on others; give one of them")
     options = ["--budget", str(args.budget), *["--json"] * args.json]
     if is_rank():
-        from splitc.runtime.launch.failures import guarded
-
         codes: list[int] = []
         guarded(lambda: codes.append(_as_rank(args)))
         return codes[0]
     if args.hosts:
         return _on_hosts(args, options)
-    from splitc.runtime.launch.torchrun import torchrun
-
     options += ["--cluster", args.cluster] if args.cluster else []
     return torchrun(["-m", "splitc.cli", "doctor", *options], args.ranks or 2).returncode and 1
 
 
 def _on_hosts(args: argparse.Namespace, options: Sequence[str]) -> int:
-    from splitc.cli.hosts import parse_hosts, run_on_hosts
-    from splitc.cost_models.clusters.named import load_cluster
-    from splitc.ir.cluster_file import to_toml
-
     numbers = [name.rpartition(":")[2] for name in args.hosts.split(",")]
     hosts = parse_hosts(args.hosts, sum(int(number) if number.isdecimal() else 1 for number in numbers))
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "launch.py").write_text(_LAUNCH)
+        (Path(folder) / "launch.py").write_text(filled("doctor.txt"))
         if args.cluster:
             (Path(folder) / "cluster.toml").write_text(to_toml(load_cluster(args.cluster)), encoding="utf-8")
         return run_on_hosts(Path(folder), "doctor", hosts, options) and 1
 
 
 def _as_rank(args: argparse.Namespace) -> int:
-    from splitc.cost_models.calibration.pairs import measure_pairs
-    from splitc.cost_models.clusters.named import load_cluster
-    from splitc.runtime.transport.distributed import init
-
     transport = init()
     hosts = transport.all_gather_objects(facts(transport))
     pairs = measure_pairs(transport, args.budget)
@@ -97,11 +85,6 @@ def _as_rank(args: argparse.Namespace) -> int:
 
 def facts(transport: Transport) -> dict[str, Any]:
     """What this rank's host has; memory and disk in bytes that are free."""
-    import torch
-
-    from splitc.cli.example_input import free_memory
-    from splitc.runtime.transport.devices import host
-
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return {
         "host": host(),
@@ -148,8 +131,6 @@ def _expected(
     pair: Pair, pairs: Sequence[Pair], hosts: Sequence[Mapping[str, Any]], cluster: Cluster | None
 ) -> tuple[Link, str]:
     """What the cluster file says of a pair; without one, what most pairs like it have."""
-    from splitc.ir.device import Link
-
     of = [each["host"] for each in hosts]
     ranks = pair.ranks
     if cluster is not None:

@@ -623,7 +623,7 @@ def test_a_cluster_file_is_overwritten_and_nothing_else(tmp_path: Path) -> None:
 def test_without_gpus_as_many_ranks_start_as_there_are_cores_two_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for cores, ranks in ((1, 2), (2, 2), (6, 6), (96, calibrating.MOST)):
-        monkeypatch.setattr("splitc.cost_models.calibration.calibrate.cores", lambda cores=cores: cores)
+        monkeypatch.setattr("splitc.cli.calibrating.cores", lambda cores=cores: cores)
         assert calibrating.ranks_to_start(None, None) == ranks
     assert calibrating.ranks_to_start(3, "gloo") == 3
 
