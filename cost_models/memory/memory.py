@@ -25,7 +25,13 @@ class RankMemory:
     """A rank's memory by kind, in bytes; each kind at its own peak.
 
     activations: saved by autograd.  communication: message buffers that autograd does not save.
-    most: the peak of all kinds together, where a step was run on fake tensors; None where it was not.
+    peak: of all kinds together, as a step on fake tensors shows it.
+
+    The kinds peak at different times.  At the end of forward all activations are live and no gradients, unless earlier
+    batches are accumulated; backward frees a layer's activations and allocates its gradient, and the copy that is
+    communicated; at its end only gradients are left.  Where the last layers hold most parameters, as in AlexNet, the
+    peaks coincide.  On the other hand no kind counts temporaries: results on their way to the next operation, gradients
+    of activations, and local variables of a forward until it returns.
     """
 
     parameters: float
@@ -33,26 +39,8 @@ class RankMemory:
     optimizer_state: float
     activations: float
     communication: float
-    buffers: float = 0.0
-    most: float | None = None
-
-    @property
-    def total(self) -> float:
-        """Sum of all kinds, as if they peaked at the same time."""
-        held = self.parameters + self.buffers + self.gradients + self.optimizer_state
-        return held + self.activations + self.communication
-
-    @property
-    def peak(self) -> float:
-        """Peak of live bytes: measured by running a step on fake tensors, else taken to be `total`.
-
-        The kinds peak at different times.  At the end of forward all activations are live and no gradients, unless
-        earlier batches are accumulated; backward frees a layer's activations and allocates its gradient, and the copy
-        that is communicated; at its end only gradients are left.  Where the last layers hold most parameters, as in
-        AlexNet, the peaks coincide.  On the other hand no kind counts temporaries: results on their way to the next
-        operation, gradients of activations, and local variables of a forward until it returns.
-        """
-        return self.total if self.most is None else self.most
+    buffers: float
+    peak: float
 
 
 def gradient_nbytes(tensors: Iterable[StateTensor]) -> int:
@@ -60,23 +48,16 @@ def gradient_nbytes(tensors: Iterable[StateTensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor.trainable)
 
 
-def rank_memory(
+def needed_nbytes(
     tensors: Iterable[StateTensor], saved: float, communication: float = 0.0, optimizer_copies: int = 1
-) -> RankMemory:
-    """Return the memory of a rank that holds `tensors`, each tied tensor once.
+) -> float:
+    """Bytes that a rank needs which holds `tensors`, each tied tensor once, as if all kinds peaked at the same time.
 
     saved, communication: bytes of activations saved for backward, and of message buffers.
     """
     held = tuple(tensors)
-    gradients = gradient_nbytes(held)
-    return RankMemory(
-        parameters=sum(tensor.nbytes for tensor in held if tensor.parameter),
-        gradients=gradients,
-        optimizer_state=optimizer_copies * gradients,
-        activations=saved,
-        communication=communication,
-        buffers=sum(tensor.nbytes for tensor in held if not tensor.parameter),
-    )
+    whole = sum(tensor.nbytes for tensor in held) + (1 + optimizer_copies) * gradient_nbytes(held)
+    return whole + saved + communication
 
 
 def exchanged_nbytes(program: LoweredProgram, rank: int) -> float:

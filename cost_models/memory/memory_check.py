@@ -71,7 +71,7 @@ def _memory_on(program: LoweredProgram, cluster: Cluster | None, memory: float |
 
 def _shortage(program: PlacedProgram, ranks: list[int], memory: RankMemory, have: float) -> str:
     who = f"{ranks_text(tuple(ranks))} ({' and '.join(program.plan.duties(ranks[0]))})"
-    kinds = [(size, name.replace("_", " ")) for name, size in asdict(memory).items() if name != "most" and size]
+    kinds = [(size, name.replace("_", " ")) for name, size in asdict(memory).items() if name != "peak" and size]
     listed = ", ".join(f"{name} {units.nbytes(size)}" for size, name in sorted(kinds, key=lambda kind: -kind[0]))
     verbs = ("needs", "has") if len(ranks) == 1 else ("need", "have")
     needs = f"{who} {verbs[0]} {units.nbytes(memory.peak)} at the peak of a step"

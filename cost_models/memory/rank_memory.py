@@ -47,7 +47,7 @@ def memory_of(
     """
     accumulate = accumulate or min(program.plan.accumulate, 2)
     if all(rank not in part.ranks for part in program.rank_programs):
-        return RankMemory(0, 0, 0, 0, 0, most=0)
+        return RankMemory(0, 0, 0, 0, 0, 0, peak=0)
     try:
         with ThreadPoolExecutor(1) as thread:  # a new thread: the caller's may be under autocast or no_grad
             return thread.submit(_measure, program, rank, optimizer_copies, accumulate).result()
@@ -104,7 +104,7 @@ def _steps(program: LoweredProgram, rank: int, optimizer_copies: int, accumulate
         activations=live.most[SAVED],
         communication=live.most[TRAVELS],
         buffers=_nbytes(buffers),
-        most=max(live.peak, updates.most) + (0 if program.plan.deals else updates.state),
+        peak=max(live.peak, updates.most) + (0 if program.plan.deals else updates.state),
     )
 
 

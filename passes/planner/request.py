@@ -17,7 +17,7 @@ import torch
 
 from splitc.cost_models.compute.dtypes import layer_dtypes
 from splitc.cost_models.compute.roofline import layer_seconds
-from splitc.cost_models.memory.memory import gradient_nbytes, rank_memory
+from splitc.cost_models.memory.memory import gradient_nbytes, needed_nbytes
 from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling, ring_all_reduce
 from splitc.cost_models.network.sum_shares import shared_sum, sum_shares
 from splitc.ir.cluster import Cluster
@@ -177,7 +177,7 @@ class Request:
         """Bytes that a layer needs on a rank; `summed`: its gradient is all-reduced, from a copy."""
         held = self.held[layer]
         kept = self.program.costs[layer].saved_bytes_at(batch)
-        whole = rank_memory(held, kept, gradient_nbytes(held) if summed else 0, self.optimizer_copies).total
+        whole = needed_nbytes(held, kept, gradient_nbytes(held) if summed else 0, self.optimizer_copies)
         return whole - (self.gradient(layer) if layer in self.sparse else 0)  # which has a few rows
 
     def gradient(self, layer: str) -> int:
