@@ -15,7 +15,7 @@ import tempfile
 import tomllib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,20 +66,16 @@ def seen_in(ranks: Sequence[Sequence[Step]], period: int = 1) -> Seen:
     return Seen(middle([max(s.end - s.begin for s in step) for step in steps]), own, tuple(spans), len(steps))
 
 
-def remember(
-    source: str | Path | None, cluster: Cluster, plan: Plan, measured: Sequence[Sequence[Step]] | Seen, name: str = ""
-) -> None:
+def remember(source: str | Path | None, cluster: Cluster, plan: Plan, seen: Seen, name: str = "") -> None:
     """Write what a plan took on a cluster into its record; what cannot be written is a warning.
 
     source: the cluster's file, beside which the record lies, or else a name or None.  cluster: as it was loaded.
-    plan: with its prediction for that cluster.  measured: by rank, the recorded steps that count, without the first
-    few.  name: of the build or the model.
+    plan: with its prediction for that cluster.  name: of the build or the model.
     """
     try:
         if plan.prediction.priced_on != digest(cluster):
             raise ValueError(f"the plan was not priced on {cluster.name}")
-        run = run_of(cluster, plan, measured if isinstance(measured, Seen) else seen_in(measured, plan.period), name)
-        keep(source, run)
+        keep(source, run_of(cluster, plan, seen, name))
     except (OSError, ValueError, ArithmeticError) as error:
         warnings.warn(f"what {name or plan.hash} took was not recorded: {error}", stacklevel=2)
 
@@ -188,23 +184,22 @@ def _path(source: str | Path | None, base: str) -> Path | None:
 def _read(path: Path) -> list[Run]:
     """The runs of a record; none where it is missing, cut off, or another version's."""
     with contextlib.suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        tables = tomllib.loads(path.read_text(encoding="utf-8")).get("run", [])
-        return [run for table in tables if (run := _decoded(table)) is not None]
+        return _decoded(tomllib.loads(path.read_text(encoding="utf-8")).get("run", []))
     return []
 
 
 def _journal(path: Path) -> list[Run]:
     """The runs that trainings have added."""
     with contextlib.suppress(OSError, ValueError):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [run for line in lines if (run := _decoded(json.loads(line))) is not None]
+        return _decoded(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
     return []
 
 
-def _decoded(table: Mapping[str, Any]) -> Run | None:
+def _decoded(tables: Iterable[Any]) -> list[Run]:
+    """The runs that tables tell; none for a table that is malformed."""
     needed = ("plan", "name", "strategy", "world", "based_on", "predicted", "steps")
-    values, problems = decode(hints_of(Run), table, needed) if isinstance(table, Mapping) else ({}, [None])
-    return None if problems or not values["steps"] else Run(**values)
+    found = (decode(hints_of(Run), table, needed) for table in tables if isinstance(table, Mapping))
+    return [Run(**values) for values, problems in found if not problems and values["steps"]]
 
 
 def _merged(runs: Sequence[Run]) -> list[Run]:

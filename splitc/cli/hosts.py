@@ -80,7 +80,7 @@ def run_on_hosts(
     """
     refusals, to = _copied(folder, mark, hosts), to or sys.stdout
     if not refusals:
-        return _together(hosts, _scripts(folder, mark, hosts, arguments), to)
+        return _together(hosts, _runs(folder, mark, hosts, arguments), to)
     worlds = {sum(host.ranks for host in hosts): (folder, mark), **smaller}
     left, world = fitting([host for host in hosts if host not in refusals], worlds)
 
@@ -93,7 +93,7 @@ def run_on_hosts(
         raise error
     lines = [*map(str, refusals.values()), f"goes on with {world} ranks, on {', '.join(host.name for host in left)}"]
     print(*(f"splitc: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
-    return _together(left, _scripts(*worlds[world], left, arguments), to, back)
+    return _together(left, _runs(*worlds[world], left, arguments), to, back)
 
 
 def fitting(hosts: Sequence[Host], worlds: Iterable[int]) -> tuple[list[Host], int]:
@@ -111,44 +111,34 @@ def fitting(hosts: Sequence[Host], worlds: Iterable[int]) -> tuple[list[Host], i
     return found, world
 
 
-def _copies(folder: Path, mark: str, hosts: Sequence[Host]) -> list[str]:
-    return [f'"$HOME"/.splitc/{shlex.quote(folder.resolve().name)}-{mark}-{k}' for k in range(len(hosts))]
-
-
-def _common(hosts: Sequence[Host]) -> dict[str, str]:
-    return {
-        "python": shlex.quote(sys.executable),
-        "master": shlex.quote(os.environ.get("MASTER_ADDR") or hosts[0].name.rpartition("@")[2]),
-    }
+def _scripts(template: str, folder: Path, mark: str, hosts: Sequence[Host], **values: object) -> list[str]:
+    """What each host runs, with its copy of a folder."""
+    copy = f'"$HOME"/.splitc/{shlex.quote(folder.resolve().name)}-{mark}'
+    master = shlex.quote(os.environ.get("MASTER_ADDR") or hosts[0].name.rpartition("@")[2])
+    values |= {"python": shlex.quote(sys.executable), "master": master, "hosts": len(hosts)}
+    each = ({"number": k, "ranks": host.ranks, "folder": f"{copy}-{k}"} for k, host in enumerate(hosts))
+    return [filled(template, **values, **own) for own in each]
 
 
 def _copied(folder: Path, mark: str, hosts: Sequence[Host]) -> dict[Host, LaunchError]:
     """Copy a folder to hosts; returns why those that cannot be reached, or cannot run it, do not have it."""
-    scripts = [filled("prepare.sh", **_common(hosts), folder=copy) for copy in _copies(folder, mark, hosts)]
+    scripts = _scripts("prepare.sh", folder, mark, hosts)
     with ThreadPoolExecutor(len(hosts)) as pool:
         found = zip(hosts, pool.map(lambda *each: _copy(folder, *each), hosts, scripts), strict=True)
         return {host: error for host, error in found if error is not None}
 
 
-def _scripts(folder: Path, mark: str, hosts: Sequence[Host], arguments: Sequence[str]) -> list[str]:
+def _runs(folder: Path, mark: str, hosts: Sequence[Host], arguments: Sequence[str]) -> list[str]:
     """What each host runs once it has a copy."""
     paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]  # this splitc, where hosts share a disk
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a torchrun that ends later than the master warns with a page of frames
     passed = {**quiet, **SAVING, TOKEN: secrets.token_hex(16)}
     passed |= {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     passed["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    run: dict[str, object] = {
-        **_common(hosts),
-        "here": shlex.quote(os.getcwd()),
-        "variables": " ".join(f"{name}={shlex.quote(value)}" for name, value in passed.items()),
-        "port": shlex.quote(os.environ.get("MASTER_PORT", "29500")),
-        "arguments": shlex.join(arguments),
-        "hosts": len(hosts),
-    }
-    return [
-        filled("run.sh", **run, folder=copy, number=k, ranks=host.ranks)
-        for k, (host, copy) in enumerate(zip(hosts, _copies(folder, mark, hosts), strict=True))
-    ]
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in passed.items())
+    here, port = shlex.quote(os.getcwd()), shlex.quote(os.environ.get("MASTER_PORT", "29500"))
+    run = {"here": here, "variables": variables, "port": port, "arguments": shlex.join(arguments)}
+    return _scripts("run.sh", folder, mark, hosts, **run)
 
 
 def _copy(folder: Path, host: Host, script: str) -> LaunchError | None:

@@ -98,7 +98,7 @@ def step_of(rank: int, nbytes: int) -> Step:
 def test_the_record_has_transfers_by_kind_ranks_and_size_beside_their_price(tmp_path: Path) -> None:
     path = file_of(tmp_path, slow_network())
     program = priced("data_parallel", load_cluster(path))
-    remember(path, load_cluster(path), program.plan, [[step_of(rank, 40_000)] * 3 for rank in range(2)], "toy")
+    remember(path, load_cluster(path), program.plan, seen_in([[step_of(rank, 40_000)] * 3 for rank in range(2)]), "toy")
     (run,) = tomllib.loads((tmp_path / "ours.record.toml").read_text())["run"]
     assert run["name"] == "toy" and run["steps"] == [0.5]
     ((number, nbytes, price, took),) = run["transfers"]["all_reduce 2"]
