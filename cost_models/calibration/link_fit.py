@@ -58,26 +58,18 @@ def fit_links(measured: LinkSamples, alike: bool = False) -> LinkFit:
     links = {first: replace(link, shared=shared) for first, link in links.items()}
     local = _local(near, measured.overlaps) if near else None
 
-    def fitted(sample: Sample) -> float:
-        if local is not None and measured.local(sample.ranks):
-            return price(sample, local)
-        slowest = links[speeds.slowest(sample.ranks)]
-        if sample.kind not in _MANY:
-            return price(sample, slowest)
-        the_one = links[speeds.group[sample.ranks[0]]]
-        return max(price(sample, the_one), price(replace(sample, kind="message"), slowest))
-
-    def where(sample: Sample) -> str:
-        if local is not None and measured.local(sample.ranks):
-            return " in a host"
+    def told(sample: Sample) -> Residual:
         first = speeds.slowest(sample.ranks)
-        like = [str(rank) for rank, group in enumerate(speeds.group) if group == first]
-        return f" with rank {', '.join(like)}" if first != speeds.usual else ""
+        slowest, like = links[first], [str(rank) for rank, group in enumerate(speeds.group) if group == first]
+        where, seconds = f" with rank {', '.join(like)}" * (first != speeds.usual), price(sample, slowest)
+        if local is not None and measured.local(sample.ranks):
+            where, seconds = " in a host", price(sample, local)
+        elif sample.kind in _MANY:
+            the_one = links[speeds.group[sample.ranks[0]]]
+            seconds = max(price(sample, the_one), price(replace(sample, kind="message"), slowest))
+        return Residual(f"{_described(sample)}{where}, {units.nbytes(sample.nbytes)}", sample.seconds, seconds)
 
-    residuals = [
-        Residual(f"{_described(each)}{where(each)}, {units.nbytes(each.nbytes)}", each.seconds, fitted(each))
-        for each in measured.samples
-    ]
+    residuals = list(map(told, measured.samples))
     for each in measured.overlaps:
         link = links[speeds.group[each.rank]]
         taken = link.processor * each.nbytes + link.message_processor * each.messages

@@ -62,7 +62,7 @@ def memory_of(
 def _without_onednn() -> Iterator[None]:
     """Disable oneDNN, whose recurrent layers appear to save nothing on fake tensors."""
     with KERNELS:
-        (before, *_) = torch.backends.mkldnn.set_flags(_enabled=False)
+        (before, *_) = torch.backends.mkldnn.set_flags(_enabled=False)  # `flags` warns of TF32 without Intel's GPUs
         try:
             yield
         finally:

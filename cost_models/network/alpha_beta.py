@@ -42,15 +42,15 @@ def concurrent(nbytes: Iterable[float], link: Link) -> float:
 
 
 RINGS = {"all_reduce": (2, 1), "all_gather": (1, 1), "reduce_scatter": (1, 1), "all_to_all": (1, 2)}
-"""Collective -> a, b: it has a (n - 1) rounds, in each of which a rank sends nbytes / n^b of a tensor of nbytes.
-
-By rounds of a ring, or, as on gloo where parts are unequal or summed, by a message straight to every other rank: as
-many bytes.  A reduce-scatter sums tensors of nbytes, of which each rank keeps 1/n; an all-gather reverses it.
-"""
+"""Collective -> a, b: it has a (n - 1) rounds, in each of which a rank sends nbytes / n^b of a tensor of nbytes."""
 
 
 def ring(collective: str, nbytes: float, n: int, link: Link) -> float:
-    """A collective of `RINGS` over `n` ranks: at its measured rate, else by exchanges on the link."""
+    """A collective of `RINGS` over `n` ranks: at its measured rate, else by exchanges on the link.
+
+    By rounds of a ring, or, as on gloo where parts are unequal or summed, by a message straight to every other rank: as
+    many bytes.  A reduce-scatter sums tensors of `nbytes`, of which each rank keeps 1/n; an all-gather reverses it.
+    """
     turns, power = RINGS[collective]
     rate = link.collectives.get(collective)
     each = nbytes / n**power

@@ -11,7 +11,6 @@ from torchx import specs
 
 from splitc.cli.jobs import PORT, host_groups, launch_arguments, torchrun_on
 from splitc.cli.launching import check_build
-from splitc.cli.names import require_build
 
 
 def train(
@@ -36,7 +35,6 @@ def train(
         max_retries: how often the scheduler starts all again after a failure
         mounts: as those of dist.ddp, type=volume,src=claim,dst=/data
     """
-    require_build(Path(build))
     groups = host_groups(check_build(Path(build)), ranks_per_host)
     hosts, index = sum(group.hosts for group in groups), specs.macros.replica_id
     # TorchX replaces its macros, and leaves one of two $ to the shell

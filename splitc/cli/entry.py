@@ -89,18 +89,15 @@ def _of_this_machine(error: Exception) -> str | None:
 
 def _bug(error: Exception) -> str:
     kind = "" if isinstance(error, InternalError) else f"{type(error).__name__}: "
-    where = _where(error.__traceback__)
-    at = "" if where is None else f"\n  at {where}; -v shows more"
-    return f"{kind}{_with_notes(error)}{at}\n{_REPORT}"
+    return f"{kind}{_with_notes(error)}{_where(error.__traceback__)}\n{_REPORT}"
 
 
-def _where(at: TracebackType | None) -> str | None:
-    """The innermost line of splitc: `splitc/capture/capture.py:120 in capture`."""
-    found = None
-    while at is not None:
-        frame = at.tb_frame
-        if str(frame.f_globals.get("__name__", "")).split(".")[0] == "splitc":
-            path = frame.f_globals["__name__"].replace(".", "/")
-            found = f"{path}.py:{at.tb_lineno} in {frame.f_code.co_name}"
-        at = at.tb_next
-    return found
+def _where(at: TracebackType | None) -> str:
+    """A line that names the innermost line of splitc: `at splitc/capture/capture.py:120 in capture`."""
+    frames = ((str(frame.f_globals.get("__name__")), line, frame) for frame, line in traceback.walk_tb(at))
+    own = [
+        f"{module.replace('.', '/')}.py:{line} in {frame.f_code.co_name}"
+        for module, line, frame in frames
+        if module.split(".")[0] == "splitc"
+    ]
+    return f"\n  at {own[-1]}; -v shows more" if own else ""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from splitc.cli.files import check_writable, filled, write_file
 from splitc.cli.launching import check_build, parse_launch
-from splitc.cli.names import require_build
 from splitc.cli.parser import Parser
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
@@ -81,7 +80,6 @@ def launch_arguments(build: str, arguments: Sequence[str], restarts: int) -> lis
 
 def job(args: argparse.Namespace) -> int:
     """Write the files that are asked for."""
-    require_build(Path(args.build))
     asked = {"--sbatch": args.sbatch, "--jobset": args.jobset}
     if not any(asked.values()) or (args.jobset and not args.image):
         raise LaunchError("give the file to write: --sbatch job.sbatch, or --jobset jobset.yaml with --image NAME")

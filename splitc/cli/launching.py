@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from splitc.cli.names import require_build
 from splitc.cli.parser import Parser
 from splitc.cli.plan_file import read_plan_file
 from splitc.codegen.build_folder import WORLDS
@@ -110,6 +111,7 @@ def _start(folder: Path, plan: Plan, hosts: str | None, arguments: Sequence[str]
 
 def check_build(folder: Path) -> Plan:
     """Read the plan of a build, and check that all its files exist and were written from that plan."""
+    require_build(folder)
     plan = read_plan_file(folder / "plan.json")
     ranks = [f"rank{rank}.py" for rank in range(plan.world)]
     parts = [f"{'_'.join(roles)}.py" for roles in plan.ranks_by_roles]

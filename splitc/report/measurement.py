@@ -148,17 +148,9 @@ def _rows(rank: Mapping[str, Any]) -> list[list[str]]:
     for key in _SHOWN:
         shown = units.nbytes if key == "sent_bytes" else units.seconds
         predicted = shown(rank["predicted"][key]) if rank["predicted"] else ""
-        error = rank["error"][key] if rank["error"] else None
-        rows.append(
-            [
-                "",
-                "",
-                key.removesuffix("_bytes"),
-                predicted,
-                shown(rank["measured"][key]),
-                "" if error is None else _percent(error),
-            ]
-        )
+        error = None if rank["error"] is None else rank["error"][key]
+        figures = predicted, shown(rank["measured"][key]), "" if error is None else _percent(error)
+        rows.append(["", "", key.removesuffix("_bytes"), *figures])
     rows[0][:2] = str(rank["rank"]), textwrap.shorten(", ".join(rank["roles"]), 20, placeholder="..")
     return rows
 
