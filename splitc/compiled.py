@@ -19,7 +19,7 @@ from splitc.codegen.build_folder import TIMELINE
 from splitc.codegen.generate import generate
 from splitc.codegen.rank_weights import rank_weights
 from splitc.codegen.save import require_importable, save_build
-from splitc.cost_models.calibration.hosts import require_described
+from splitc.cost_models.calibration.calibrate import require_described
 from splitc.cost_models.clusters.named import is_this_machine
 from splitc.errors import LaunchError
 from splitc.ir.autocast import autocast_for

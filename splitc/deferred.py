@@ -15,7 +15,7 @@ from splitc import units
 from splitc.capture.example.division import Batch
 from splitc.capture.example.example import LOSS, Example, Inputs, Loss, inputs_and_target
 from splitc.compiled import CompiledProgram, Factory, compile_example
-from splitc.cost_models.calibration.hosts import measured_among
+from splitc.cost_models.calibration.calibrate import measured_among
 from splitc.cost_models.calibration.rank_timer import no_progress
 from splitc.cost_models.clusters.named import is_this_machine
 from splitc.errors import LaunchError

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import splitc
 from splitc.compiled import CompiledProgram
-from splitc.cost_models.calibration import hosts
+from splitc.cost_models.calibration import calibrate as calibration
 from splitc.cost_models.calibration.calibrate import Calibration
 from splitc.cost_models.clusters import named
 from splitc.cost_models.clusters.named import load_cluster
@@ -258,14 +258,14 @@ def test_on_several_hosts_the_network_is_measured_and_the_plan_is_said(
 ) -> None:
     """Two hosts of two ranks: what is planned on is what was measured among them, and never this machine."""
     places = threading.local()
-    monkeypatch.setattr(hosts, "host", lambda: places.name)
+    monkeypatch.setattr(calibration, "host", lambda: places.name)
     monkeypatch.setattr(named, "measure_this_machine", lambda: pytest.fail("loopback is no network"))
 
     def calibrate(transport: Transport, budget: float, name: str) -> Calibration:
         assert all(transport.all_gather_objects(budget < 10))
         return Calibration(replace(load_cluster(CLUSTER), name=name), ())
 
-    monkeypatch.setattr(hosts, "calibrate", calibrate)
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
 
     def run(of: list[str], transport: Transport) -> Any:
         places.name = of[transport.rank]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,8 @@ from splitc.runtime.transport.devices import host
 
 BUDGET = 90.0  # seconds
 _DEVICES, _JITTER = 0.3, 0.1  # of the budget; the rest is for the links
+_OF_HOSTS = 8.0  # seconds, about, for ranks that are running
+_GIVE = "give cluster=, a known cluster or a file that `splitc calibrate` wrote on these hosts"
 _WHOLE = 0.95  # share of the time from which a core counts as available all the time
 
 
@@ -102,6 +105,37 @@ def calibrate_one_process(
         source=source or _source("one process", 0 if on_gpu else 1, links, fit),
     )
     return Calibration(rounded(cluster), (*fit.residuals, *links.residuals))
+
+
+def measured_among(transport: Transport, progress: Progress = no_progress) -> Cluster | None:
+    """The cluster that these ranks run on, measured in some seconds; None where all are on one host.  Collective.
+
+    It is for ranks on several hosts which nobody has described: loopback is no price of a network.
+
+    Raises LaunchError where the hosts cannot be measured: it asks for the cluster.
+    """
+    names = transport.all_gather_objects(host())
+    counts = Counter(names)
+    if len(counts) == 1:
+        return None
+    alike, per_host = len(set(counts.values())) == 1, len(names) // len(counts)
+    if not alike or [name for name in counts for _ in range(per_host)] != names:
+        on = ", ".join(f"{number} on {name}" for name, number in counts.items())
+        raise LaunchError(
+            f"the prices of a plan need the network, which ranks on unequal hosts do not show ({on}); {_GIVE}"
+        )
+    what = f"measuring {len(counts)} hosts and the network between them for about {_OF_HOSTS:g} s"
+    progress(f"{what}; to leave it out, {_GIVE}")
+    return calibrate(transport, _OF_HOSTS, name="these-hosts").cluster
+
+
+def require_described(what: str) -> None:
+    """Raise LaunchError where torchrun started this process with others on several hosts: it cannot measure them."""
+    here, world = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if here and world and int(here) < int(world):
+        raise LaunchError(
+            f"{what} prices plans on the network between the hosts, and one process cannot measure it; {_GIVE}"
+        )
 
 
 # -- the layout of the ranks -------------------------------------------------------------------------------------------

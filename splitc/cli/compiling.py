@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from splitc.capture.validate.behind import Behind
-from splitc.cli.alone import runs_alone
-from splitc.cli.model_file import ModelFile, load_model
+from splitc.cli.model_file import ModelFile, load_model, runs_alone
 from splitc.cli.names import Attempts
 from splitc.cli.plan_file import read_plan_file
 from splitc.codegen.build_folder import WEIGHTS

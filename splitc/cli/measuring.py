@@ -1,26 +1,42 @@
-"""`splitc run --measure`: run a build, and print its measured phases beside the predicted ones."""
+"""`splitc run --measure`: run a build, and print its measured phases beside the predicted ones.
+
+`--correct` writes what was measured into the file of the cluster.
+"""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from splitc.cli.correcting import cluster_to_correct, correction_command, write_correction
 from splitc.cli.files import check_writable, write_file
 from splitc.cli.pages import write_page
 from splitc.codegen.build_folder import TIMELINE
-from splitc.cost_models.calibration.correction import Factors, factors_of
-from splitc.cost_models.calibration.record import Seen, keep, run_of
+from splitc.cost_models.calibration.learning import Run, fit, slowed
+from splitc.cost_models.calibration.record import Seen, keep, run_of, runs_on
+from splitc.cost_models.clusters.files import THIS_MACHINE, known_clusters
+from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.simulation.trace import chrome_trace
-from splitc.errors import LaunchError
+from splitc.errors import CostError, LaunchError
+from splitc.ir.cluster import Cluster
+from splitc.ir.cluster_file import digest, to_toml
 from splitc.ir.plan import Plan
 from splitc.report.figures import of_plan
-from splitc.report.measurement import Measurement, as_json, as_text, factors_in_words, read_measurement
+from splitc.report.measurement import (
+    Factors,
+    Measurement,
+    as_json,
+    as_text,
+    factors_in_words,
+    factors_of,
+    read_measurement,
+)
 from splitc.report.step import drawn
 from splitc.report.tables import wrap
 from splitc.runtime.progress import Step
@@ -126,3 +142,92 @@ def _write_trace(path: Path, folder: Path, plan: Plan, measured: Measurement) ->
     roles = {rank: ", ".join(plan.duties(rank)) or "idle" for rank in range(plan.world)}
     spans = {"predicted": predicted} if (predicted := _predicted(folder)) else {}
     write_file("--trace", path, json.dumps(chrome_trace({**spans, "measured": measured.spans}, roles)) + "\n")
+
+
+# -- correcting a cluster ----------------------------------------------------------------------------------------------
+
+
+def cluster_to_correct(path: Path, plan: Plan) -> Cluster:
+    """The cluster that `--correct path` corrects: the one in the file, or for a new file the plan's, by its name.
+
+    Raises LaunchError when it is not the cluster that the plan was priced on, or when the file cannot be written.
+    """
+    if path.suffix != ".toml":
+        raise LaunchError(f"--correct {path}: a cluster file ends in .toml, or --cluster does not take it for one")
+    check_writable("--correct", path)
+    if not plan.prediction.phases:
+        raise LaunchError(
+            f"--correct {path}: plan.json has no predicted phases to compare with; compile the model again"
+        )
+    priced = plan.prediction.cluster  # its name
+    if not path.exists() and not _is_known(plan):
+        raise LaunchError(
+            f"--correct {path}: there is no such file, and {priced} is none of the clusters that splitc knows by name; "
+            f"give the file that describes it"
+        )
+    source = path if path.exists() else priced
+    try:
+        cluster = load_cluster(source)
+    except CostError as error:
+        raise LaunchError(f"--correct {error}") from error
+    known = plan.prediction.priced_on
+    if digest(cluster) == known:
+        return cluster
+    if cluster.name != priced:
+        raise LaunchError(
+            f"--correct {path} describes cluster {cluster.name}, but the build was planned for cluster {priced}; "
+            f"give the file of {priced} or the name of a new file, or compile the model with --cluster {path}"
+        )
+    if known:
+        raise LaunchError(
+            f"--correct {path}: cluster {cluster.name} has other numbers than those that the build was priced on: it "
+            f"was corrected or edited since; compile again with --cluster {source}"
+        )
+    return cluster
+
+
+def _is_known(plan: Plan) -> bool:
+    """Whether splitc has the cluster that a plan was priced on, and not another one by that name."""
+    name, numbers = plan.prediction.cluster, plan.prediction.priced_on
+    return name == THIS_MACHINE or (name in known_clusters() and numbers in ("", digest(load_cluster(name))))
+
+
+def write_correction(path: Path, run: Run, factors: Factors, build: str, plan: Plan) -> Path | None:
+    """Write the cluster, fitted to this run and all before; returns the backup of the file, if there was one.
+
+    A cluster in a new file is named after that file, since it is another cluster now.
+    """
+    took = [
+        f"{what} took {factor:.4g} times as long as predicted"
+        for what, factor in (("computing", factors.compute), ("transfers", factors.communication))
+        if factor is not None
+    ]
+    note = f"corrected on {datetime.date.today().isoformat()} by build {build}, plan {plan.hash}: {', '.join(took)}"
+    source = path if path.exists() else plan.prediction.cluster
+    cluster = load_cluster(source, learns=False)
+    new = slowed(cluster, fit([*runs_on(source, cluster), run]))
+    new = replace(new, source="; ".join(filter(None, [cluster.source, note])))
+    backup = _back_up(path) if path.exists() else None
+    write_file("--correct", path, to_toml(new if backup else replace(new, name=path.stem)))
+    return backup
+
+
+def _back_up(path: Path) -> Path:
+    """Copy a file to the first free name of FILE.bak, FILE.bak2, ..."""
+    number = 1
+    while (kept := path.with_name(f"{path.name}.bak{number if number > 1 else ''}")).exists():
+        number += 1
+    try:
+        kept.write_bytes(path.read_bytes())
+    except OSError as error:
+        raise LaunchError(f"--correct {path}: cannot write {error.filename or kept}: {error.strerror}") from error
+    return kept
+
+
+def correction_command(folder: Path, plan: Plan) -> str:
+    """The command that writes the correction."""
+    if _is_known(plan):
+        file, where = f"{plan.prediction.cluster}-measured.toml", "a new cluster file"
+    else:
+        file, where = "CLUSTER.toml", f"the file of cluster {plan.prediction.cluster}, with its name for CLUSTER.toml"
+    return f"to write this into {where}:\n  splitc run {folder} --measure --correct {file}"

@@ -1,4 +1,4 @@
-"""Find the model that a command names: `path/model.py[:name]` or `package.module:name`."""
+"""Find the model that a command names, `path/model.py[:name]` or `package.module:name`, and run it by itself."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from splitc.capture.example.example import Example
 from splitc.capture.example.loss_value import takes
+from splitc.capture.source_lines import frame_of
 from splitc.cli.example_input import check_example, check_target, evaluated, parse_sizes, resized, rows, takes_batch
 from splitc.cli.names import FORM, model_name
 from splitc.errors import CaptureError
+from splitc.ir.autocast import under_autocast
 from splitc.ir.names import near_name
+from splitc.runtime.transport.base import describe
 
 _OFFERS = (
     "it should offer `model` (a Module or a function without arguments that returns one), "
@@ -193,3 +197,44 @@ def _import_problem(error: BaseException, where: str) -> str:
 
 
 _IMPORTING = (str(Path(importlib.__file__).parent),)
+
+
+# -- running it --------------------------------------------------------------------------------------------------------
+
+
+def runs_alone(file: ModelFile, autocast: torch.dtype | None) -> CaptureError | None:
+    """None when model and loss run on two rows of the example; else their error, with the user's line.
+
+    A model that fails by itself, when it could not be traced, is no bug of splitc.
+    """
+    model, example = file.model, file.example
+    values = example.rows(slice(2))
+    what = "the model"
+    try:
+        with under_autocast(model, autocast):
+            output = example.output(model, values)
+            what = "the loss"
+            loss = example.loss_of(output, values)
+        what = "the backward pass"
+        loss.sum().backward()
+    except Exception as error:
+        text = " ".join(str(error).split()) or "no message"
+        where = _user_line(error)
+        at = f" at {where}" if where else ""
+        under = "" if autocast is None else " under autocast"
+        tensors = ", ".join(f"{name} {describe(value)}" for name, value in example.tensors.items())
+        return CaptureError(
+            f"{what} of {file.name} does not run on its example{under}{at}: {type(error).__name__}: {text}\n"
+            f"  example: {tensors}"
+        )
+    finally:
+        model.zero_grad(set_to_none=True)
+    return None
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the user's code: `net.py:12 (return self.fc(x))`."""
+    frame = frame_of(error)
+    if frame is None:
+        return ""
+    return f"{Path(frame.filename).name}:{frame.lineno}" + (f" ({frame.line})" if frame.line else "")

@@ -5,33 +5,57 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from splitc import units
 from splitc.cli.files import check_writable, write_file
 from splitc.cli.model_file import load_model
 from splitc.cli.plan_file import read_plan_file
-from splitc.cli.sweep import Cell, simulated, sweep
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.simulation.timeline import simulate as simulate_timeline
 from splitc.cost_models.simulation.trace import chrome_trace
-from splitc.errors import LaunchError
+from splitc.errors import LaunchError, PlacementError
 from splitc.ir.cluster import Cluster
 from splitc.ir.plan import Plan
-from splitc.ir.program import Program
+from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.short_wire import parse_wire, wire_text
 from splitc.passes.analysis import analyse, fingerprint
+from splitc.passes.place import Place
 from splitc.passes.planner.strategy import parse_strategy
 from splitc.passes.use_plan import UsePlan
 from splitc.report.tables import table
+from splitc.report.what_if import simulated_figures, simulated_step
 from splitc.runtime.progress import Step
+from splitc.runtime.transport.formats import AS_COMPUTED, Wire
 from splitc.specialise import Settings, specialise
 
 _MOST_WORLDS = 16  # of a range without a step
 _PLAN = "plan"  # the column of the plan that was given
 _SHOWN = 8  # reasons why there is no plan
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One strategy in one world at one bandwidth (bytes/s between hosts).
+
+    step_seconds, samples_per_second: simulated.  estimate: samples/s by the planner's closed forms.  accumulate:
+    batches to an update; seconds and bytes are of one batch.  sent_bytes: by the busiest rank.  roles: sizes of the
+    roles, as "9 + 1".  why: the reason why there is no plan; the figures are 0 then.
+    """
+
+    strategy: str
+    world: int
+    bandwidth: float
+    step_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    estimate: float = 0.0
+    global_batch: int = 0
+    accumulate: int = 1
+    sent_bytes: float = 0.0
+    roles: str = ""
+    why: str = ""
 
 
 def simulate(args: argparse.Namespace) -> int:
@@ -71,6 +95,46 @@ def simulate(args: argparse.Namespace) -> int:
         rows = {name: [asdict(cell) for cell in cells] for name, cells in found.items()}
         print(json.dumps({"schema": 1, "cluster": cluster.name, "against": args.against, "models": rows}, indent=1))
     return 0 if any(not cell.why for cells in found.values() for cell in cells) else 2
+
+
+def sweep(
+    program: Program,
+    cluster: Cluster,
+    worlds: Iterable[int],
+    bandwidths: Iterable[float],
+    strategies: Sequence[str],
+    global_batch: int | None = None,
+    accumulate: int = 1,
+    wire: Wire = AS_COMPUTED,
+) -> Iterator[Cell]:
+    """A cell for every bandwidth, world and strategy, in that order, one after the other.
+
+    program: analysed, not placed.  Raises CostError and PlacementError for an invalid cluster or strategy.
+    """
+    asked = [(text, parse_strategy(text)) for text in strategies]
+    for bandwidth, world in [(bandwidth, world) for bandwidth in bandwidths for world in worlds]:
+        at = cluster.with_bandwidth(bandwidth)
+        for text, strategy in asked:
+            try:
+                placed = Place(at, world, strategy, global_batch=global_batch, wire=wire).run(program)
+            except PlacementError as error:
+                yield Cell(text, world, bandwidth, accumulate=accumulate, why=str(error))
+                continue
+            yield simulated(placed, at, Cell(text, world, bandwidth, accumulate=accumulate))
+
+
+def simulated(program: PlacedProgram, cluster: Cluster, cell: Cell) -> Cell:
+    """The cell with the figures of a placed program on `cluster`."""
+    plan, step = program.plan, simulated_step(program, cluster, cell.accumulate)
+    planned = replace(cell, estimate=plan.samples_per_second, global_batch=plan.global_batch, roles=sizes_text(plan))
+    return replace(planned, **simulated_figures(plan, step))
+
+
+def sizes_text(plan: Plan) -> str:
+    """How many ranks each role has, where there are several: `9 + 1`."""
+    by_roles = plan.ranks_by_roles.items()
+    sizes = [len(ranks if roles[0] in plan.roles else plan.all_roles[roles[0]]) for roles, ranks in by_roles]
+    return " + ".join(map(str, sizes)) if len(sizes) > 1 else ""
 
 
 def _check_trace(

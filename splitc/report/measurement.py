@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from splitc import units
-from splitc.cost_models.calibration.correction import MIN_SECONDS, Factors
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
 from splitc.report.tables import table, wrap
 from splitc.runtime.transport.phases import Phases, Span
+
+MIN_SECONDS = 1e-3
+"""Seconds of predicted communication below which its error says nothing about a link."""
 
 _SHOWN = ("compute", "waiting", "communication", "sent_bytes", "step")
 
@@ -178,6 +180,36 @@ def _percent(error: float) -> str:
     if error >= 10:
         return f"{error + 1:.0f}x"
     return f"{100 * error:+.0f} %" if abs(error) >= 0.0995 else f"{100 * error:+.1f} %"
+
+
+@dataclass(frozen=True)
+class Factors:
+    """How many times as long as predicted computing and transfers took; None where that is unknown.
+
+    compute: of the sums over ranks.  communication: of those over ranks with more than 1 ms predicted.
+    `learning.py` has the factors that change a cluster.
+    """
+
+    compute: float | None
+    communication: float | None
+
+    @property
+    def empty(self) -> bool:
+        return self.compute is None and self.communication is None
+
+
+def factors_of(predicted: Sequence[Phases], measured: Sequence[Phases]) -> Factors:
+    """Return measured over predicted.  Both sequences are indexed by rank."""
+    pairs = list(zip(predicted, measured, strict=True))
+    significant = [(p, m) for p, m in pairs if p.communication > MIN_SECONDS]
+    return Factors(
+        _ratio(sum(m.compute for _, m in pairs), sum(p.compute for p, _ in pairs)),
+        _ratio(sum(m.communication for _, m in significant), sum(p.communication for p, _ in significant)),
+    )
+
+
+def _ratio(measured: float, predicted: float) -> float | None:
+    return measured / predicted if measured > 0 and predicted > 0 else None
 
 
 def factors_in_words(factors: Factors, cluster: str) -> str:

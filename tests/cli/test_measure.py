@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from splitc.cli.plan_file import read_plan_file
-from splitc.cost_models.calibration.correction import Factors, factors_of
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster, Unlike
 from splitc.ir.cluster_file import digest, parse_cluster, to_toml
 from splitc.ir.plan import Plan
+from splitc.report.measurement import Factors, factors_of
 from splitc.runtime.launch import torchrun
 from splitc.runtime.transport.phases import Phases
 from tests.cost_models.simulation.test_timeline import toy

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from splitc.cli.simulating import parse_bandwidths, parse_worlds, tables
-from splitc.cli.sweep import Cell, sweep
+from splitc.cli.simulating import Cell, parse_bandwidths, parse_worlds, sweep, tables
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import LaunchError
 from tests.support.command import splitc
