@@ -53,19 +53,12 @@ def graph_is_sound(program: Program) -> list[str]:
 
 
 def _sound(graph: fx.Graph, where: str) -> list[str]:
-    problems: list[str] = []
-    seen: set[fx.Node] = set()
-    names: set[str] = set()
-    for node in graph.nodes:
-        problems += [
-            f"{where}: {node.name} reads {n.name} before it is computed" for n in node.all_input_nodes if n not in seen
-        ]
-        if node.name in names:
-            problems.append(f"{where}: two nodes are named {node.name}")
-        if not info(node).source and node.op != "output":
-            problems.append(f"{where}: {node.name} has no source line")
-        seen.add(node)
-        names.add(node.name)
+    nodes = (node for node in graph.nodes if node.op != "output" and not info(node).source)
+    problems = [f"{where}: {node.name} has no source line" for node in nodes]
+    try:
+        graph.lint()
+    except (RuntimeError, ValueError) as error:
+        problems.append(f"{where}: {str(error).splitlines()[0]}")
     return problems
 
 
