@@ -82,14 +82,12 @@ def compile_example(
     if inserts_norm(settings, plan) and not waits:
         model = with_norms(model, analysed(model, example, evaluation=False), world)
     behind = None if waits else Behind()
-    made = CompiledProgram(
-        program if waits else program(behind), model, example, replace(settings, world=world), behind, program
-    )
+    first = program if waits else program(behind)
     if behind is not None:
         behind.start()
-    made.analysed = lambda: traced[0] if traced else analysed(model, example, evaluation=evaluation)
-    made.given = plan
-    return made
+    before = partial(analysed, model, example, evaluation=evaluation)
+    asked = model, example, replace(settings, world=world), behind, program
+    return CompiledProgram(first, *asked, lambda: traced[0] if traced else before(), plan)
 
 
 def with_formats(
@@ -107,7 +105,8 @@ def with_formats(
 class CompiledProgram:
     """A model compiled for the ranks of a plan; where `program` is a function, when it is first read.
 
-    behind: what is still being validated.  anew: compiles once more, and validates first.  given: the plan to follow.
+    behind: what is still being validated.  anew: compiles once more, and validates first.  analysed: what plans are
+    made of.  given: the plan to follow.
     """
 
     def __init__(
@@ -118,13 +117,14 @@ class CompiledProgram:
         settings: Settings,
         behind: Behind | None = None,
         anew: Callable[[], LoweredProgram] | None = None,
+        analysed: Callable[[], Program] | None = None,
+        given: Plan | None = None,
     ) -> None:
         self._program, self._model, self._example, self._settings = program, model, example, settings
-        self._behind, self._anew = behind, anew
+        self._behind, self._anew, self.given = behind, anew, given
         self._rungs: dict[int, Rung] = {}
-        self.given: Plan | None = None
         self.call = Call()
-        self.analysed: Callable[[], Program] = lambda: analyse(model, example)
+        self.analysed = analysed or partial(analyse, model, example)
 
     @cached_property
     def program(self) -> LoweredProgram:

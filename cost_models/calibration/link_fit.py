@@ -121,9 +121,7 @@ def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
     messages = [*_beyond_buckets(kinds["message"]), *kinds["many_to_one"], *kinds["one_to_many"]]
     latency, bandwidth = fit_line([point(each) for each in messages])
 
-    def times_as_long(kind: str) -> float:
-        return fit_factor((latency, each.nbytes / bandwidth, each.seconds) for each in kinds[kind])
-
+    exchanges = [(latency, each.nbytes / bandwidth, each.seconds) for each in kinds["exchange"]]
     collectives = {}
     for name in COLLECTIVES:
         if kinds[name]:
@@ -133,7 +131,7 @@ def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
     return Link(
         bandwidth=bandwidth,
         latency=latency,
-        duplex=not kinds["exchange"] or times_as_long("exchange") < 1.5,
+        duplex=not exchanges or fit_factor(exchanges) < 1.5,
         processor=taken,
         message_processor=of_a_message,
         collectives=collectives,
@@ -142,12 +140,10 @@ def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
 
 def _local(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
     """The link within hosts; where its ranks share a line, with the bandwidth that one has while all send."""
-    link, pairs = _fit(samples, overlaps), [point(each) for each in samples if each.kind == "pairs"]
-    return (
-        link
-        if not share_a_line(samples, lambda each: price(each, link))
-        else replace(link, bandwidth=fit_line(pairs)[1])
-    )
+    link = _fit(samples, overlaps)
+    if not share_a_line(samples, lambda each: price(each, link)):
+        return link
+    return replace(link, bandwidth=fit_line([point(each) for each in samples if each.kind == "pairs"])[1])
 
 
 def share_a_line(samples: Sequence[Sample], priced: Callable[[Sample], float]) -> bool:
@@ -185,16 +181,12 @@ def _processor(overlaps: Sequence[Overlap], most: float, latency: float) -> tupl
 
 def _fill_in(links: dict[int, Link], own: Mapping[int, Sequence[Sample]]) -> dict[int, Link]:
     """Complete links by what was timed between other ranks only."""
-
-    def seen_on(kind: str) -> list[Link]:
-        return [link for first, link in links.items() if any(each.kind == kind for each in own[first])]
-
-    duplex = seen_on("exchange")
+    duplex = [link.duplex for first, link in links.items() if any(each.kind == "exchange" for each in own[first])]
     rates = {name: link.collectives[name] for link in links.values() for name in link.collectives}
     return {
         first: replace(
             link,
-            duplex=all(each.duplex for each in duplex),
+            duplex=all(duplex),
             collectives={name: link.collectives.get(name, rate) for name, rate in rates.items()},
         )
         for first, link in links.items()

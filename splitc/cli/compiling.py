@@ -94,9 +94,8 @@ def _planned(
                 place = replace(settings, wire=placed.plan.wire).place()
                 prediction = replace(placed.plan.prediction, advice=advice(place, program, placed.plan))
                 placed = replace(placed, plan=replace(placed.plan, prediction=prediction))
-    made = CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code), behind, anew)
-    made.analysed, made.given = lambda: traced[0], plan
-    return made
+    asked = replace(settings, code=file.code)
+    return CompiledProgram(placed, file.model, file.example, asked, behind, anew, lambda: traced[0], plan)
 
 
 def analysed(

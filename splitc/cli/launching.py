@@ -154,20 +154,12 @@ def measuring_options() -> Parser:
     """The options that `splitc run` handles itself and does not pass to launch.py."""
     parser = Parser(add_help=False)
     add = parser.add_argument
-    add(
-        "--measure",
-        action="store_true",
-        help="record what each rank computes, waits for and sends, and print it beside the prediction; the first "
-        "3 steps are left out",
-    )
+    record = "record what each rank computes, waits for and sends, and print it beside the prediction; "
+    add("--measure", action="store_true", help=f"{record}the first 3 steps are left out")
     add("--measured", type=Path, metavar="FILE", help="print likewise what launch.py --measure FILE wrote on any hosts")
     add("--trace", type=Path, metavar="FILE", help="with --measure: write the last steps as a Chrome trace")
-    add(
-        "--correct",
-        type=Path,
-        metavar="CLUSTER.TOML",
-        help="with --measure: correct this cluster file by what was measured, or write a new one",
-    )
+    correct = "with --measure: correct this cluster file by what was measured, or write a new one"
+    add("--correct", type=Path, metavar="CLUSTER.TOML", help=correct)
     add("--json", action="store_true", help="with --measure: print the comparison as JSON (schema 1)")
     add("--html", type=Path, metavar="FILE", help="with --measure: write the comparison as one page")
     return parser

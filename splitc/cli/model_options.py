@@ -60,11 +60,8 @@ def verify(add: Add) -> None:
     add("--processes", action="store_true", help="real processes under torchrun instead of simulated ranks")
     add("--steps", type=positive, default=3, metavar="N", help="training steps (default 3)")
     add("--examples", type=positive, metavar="N", help="at most so many examples for each reader (default 8)")
-    add(
-        "--dtype",
-        choices=("float32", "float64"),
-        help="precision, without autocast; float64 proves the algebra (default: the model's)",
-    )
+    precision = "precision, without autocast; float64 proves the algebra (default: the model's)"
+    add("--dtype", choices=("float32", "float64"), help=precision)
     add("--compile-stages", action="store_true", help="the ranks run their stages under torch.compile")
     add("--json", action="store_true", help="print the result as JSON")
 
@@ -78,12 +75,8 @@ def simulate(add: Add) -> None:
     strategies = "separated by commas (default: data_parallel,layer_separation, or the plan alone)"
     add("--strategies", metavar="NAMES", help=strategies)
     add("--against", metavar="STRATEGY", help="show what the others gain over this one")
-    add(
-        "--cluster",
-        default="v100-10gbe",
-        metavar="NAME",
-        help="whose devices and links: a known cluster, a .toml file or this-machine (default: v100-10gbe)",
-    )
+    cluster = "whose devices and links: a known cluster, a .toml file or this-machine (default: v100-10gbe)"
+    add("--cluster", default="v100-10gbe", metavar="NAME", help=cluster)
     add("--accumulate", type=positive, default=1, metavar="N", help="batches to an update (default: 1)")
     _wire(add)
     _global_batch(add)
@@ -98,12 +91,8 @@ def _plan(add: Add) -> None:
 
 
 def _global_batch(add: Add) -> None:
-    add(
-        "--global-batch",
-        type=positive,
-        metavar="N",
-        help="examples of a step over all ranks (default: the example's for each reader)",
-    )
+    text = "examples of a step over all ranks (default: the example's for each reader)"
+    add("--global-batch", type=positive, metavar="N", help=text)
 
 
 def _ladder(add: Add) -> None:
@@ -120,12 +109,9 @@ def _html(add: Add) -> None:
 
 
 def _wire(add: Add) -> None:
-    add(
-        "--wire",
-        metavar="FORMATS",
-        help="approximate: numbers travel in bf16, fp16, int8 or fp8, all or by kind, "
-        "activations=bf16,errors=bf16,gradients=int8 (default: as computed)",
-    )
+    text = "approximate: numbers travel in bf16, fp16, int8 or fp8, all or by kind, "
+    text += "activations=bf16,errors=bf16,gradients=int8 (default: as computed)"
+    add("--wire", metavar="FORMATS", help=text)
 
 
 def of_one_model(add: Add, plan: bool = True, world: int | None = None) -> None:
@@ -135,11 +121,8 @@ def of_one_model(add: Add, plan: bool = True, world: int | None = None) -> None:
         _plan(add)
     ranks = f"how many ranks{f' (default {world})' * bool(world)}"
     add("--world", type=positive, default=world, required=not (plan or world), metavar="N", help=ranks)
-    add(
-        "--cluster",
-        metavar="NAME",
-        help="a known cluster (see splitc clusters) or a .toml file; inspect: also several; default: this machine",
-    )
+    cluster = "a known cluster (see splitc clusters) or a .toml file; inspect: also several; default: this machine"
+    add("--cluster", metavar="NAME", help=cluster)
     add(
         "--strategy",
         default="auto",
@@ -147,12 +130,8 @@ def of_one_model(add: Add, plan: bool = True, world: int | None = None) -> None:
         "modulo_shard, mixed; approximate: local_sgd, sites, independent_subnets; with options as in "
         '"layer_separation(n_c=3, n_f=1)" (default: auto, the fastest exact one)',
     )
-    add(
-        "--microbatches",
-        type=positive,
-        metavar="M",
-        help="parts of each reader's batch, one after another (default: as the strategy chooses)",
-    )
+    parts = "parts of each reader's batch, one after another (default: as the strategy chooses)"
+    add("--microbatches", type=positive, metavar="M", help=parts)
     add(
         "--pin",
         action="append",
