@@ -26,7 +26,7 @@ def inspect(args: argparse.Namespace) -> int:
     """Print the placement report, of several clusters that of the best one; 1 where a requirement is not met."""
     from splitc.cli.comparing import best_of, clusters_text, judged, told
     from splitc.cli.pages import figures_of, write_page
-    from splitc.report import report
+    from splitc.report.text import report
 
     check_writable("--html", args.html)
     program, rows = best_of(args)

@@ -24,7 +24,7 @@ from splitc.errors import LaunchError, PlacementError
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram
 from splitc.ir.short_wire import free_kinds
-from splitc.report import as_json
+from splitc.report.figures import as_json
 from splitc.runtime.transport.formats import EXACT, FORMATS, Wire
 from splitc.runtime.worker import Worker
 from splitc.specialise import Settings

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from splitc.cli.model_file import load_model
-from splitc.report import as_json
+from splitc.report.figures import as_json
 from splitc.report.html import page
 from splitc.report.step import figures_of_step
 from tests import ROOT

@@ -18,10 +18,10 @@ from splitc.compiled import CompiledProgram
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.ir.prediction import Candidate
 from splitc.ir.program import LoweredProgram
-from splitc.report import as_json, report
 from splitc.report.blocks import Hidden, collapse
+from splitc.report.figures import as_json
 from splitc.report.tables import rank_list
-from splitc.report.text import _headline
+from splitc.report.text import _headline, report
 from splitc.runtime.transport.phases import Phases
 from tests.support.compiled import CLUSTER, class_batch, compiled
 from tests.support.every_strategy import planned

@@ -17,7 +17,8 @@ from splitc.cost_models.compute.flops import layer_costs
 from splitc.ir.costs import CostLine, LayerCost, OpCost
 from splitc.ir.graph import info, set_info
 from splitc.ir.program import Program
-from splitc.report import as_json, report
+from splitc.report.figures import as_json
+from splitc.report.text import report
 from tests.support.capturing import capture
 from tests.support.compiled import compiled
 from tests.support.models import BATCH, CASES, made
