@@ -33,35 +33,28 @@ def measure_this_machine(budget: float = 5.0, cache_dir: Path | None = None) -> 
     """
     here = measured_before(cache_dir)
     if here is None:
-        key = _key()
-        here = _measure(budget, key)
-        write_cache(_cache(cache_dir, key), to_toml(here))
+        here = _measure(budget, _key())
+        write_cache(_cache(cache_dir), to_toml(here))
     return here
 
 
 def measured_before(cache_dir: Path | None = None) -> Cluster | None:
     """This machine from the cache; None when it was not measured yet, or the cache cannot be read."""
-    path = _cache(cache_dir, _key())
+    path = _cache(cache_dir)
     with contextlib.suppress(OSError, UnicodeDecodeError, CostError):
         return parse_cluster(path.read_text(encoding="utf-8"), str(path))
     return None
 
 
-def _cache(cache_dir: Path | None, key: str) -> Path:
-    return (cache_dir or cache_folder()) / f"{THIS_MACHINE}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
+def _cache(cache_dir: Path | None) -> Path:
+    return (cache_dir or cache_folder()) / f"{THIS_MACHINE}-{hashlib.sha256(_key().encode()).hexdigest()[:12]}.toml"
 
 
 def _key() -> str:
-    device = _cuda_names() or f"{cpu_model()}, {cores()} cores"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else f"{cpu_model()}, {cores()} cores"
     return f"{device}, torch {torch.__version__}, measured by splitc (format {_FORMAT})"
 
 
 def _measure(budget: float, key: str) -> Cluster:
     return calibrate_one_process(None, budget, no_progress, THIS_MACHINE, source=key).cluster
-
-
-def _cuda_names() -> str:
-    if not torch.cuda.is_available():
-        return ""
-    names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
-    return f"{len(names)} x {names[0]}"

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.ir import comm_ops
@@ -95,10 +95,3 @@ def further_calls(program: PlacedProgram, all_groups: Sequence[Sequence[NormGrou
         if more > 0 and node.op == "call_module":
             found[str(node.target)] = found.get(str(node.target), 0) + more
     return found
-
-
-def count_batches(module: nn.Module, batches: int) -> None:
-    """Add to the counter of a BatchNorm that counts its batches."""
-    counter = getattr(module, "num_batches_tracked", None)
-    if isinstance(counter, Tensor) and module.training:
-        counter += batches

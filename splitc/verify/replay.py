@@ -20,7 +20,7 @@ from splitc.ir.program import LoweredProgram
 from splitc.runtime.launch.trial import Trial
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom
-from splitc.verify.norm_groups import count_batches, further_calls, norm_groups, unit_examples
+from splitc.verify.norm_groups import further_calls, norm_groups, unit_examples
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
@@ -76,7 +76,9 @@ class Unit:
         self.trial.states.append({})
         self.optimizer.step()
         for path, calls in self._further_calls.items():
-            count_batches(model.get_submodule(path), calls)
+            module = model.get_submodule(path)
+            if isinstance(counter := getattr(module, "num_batches_tracked", None), Tensor) and module.training:
+                counter += calls
 
 
 class Replay(SeededRandom):
