@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ class DeferredGradients:
         trained = all(each.requires_grad for each in (x, weight, bias) if each is not None)
         if not (torch.is_grad_enabled() and trained and x.dim() > 1):
             return F.linear(x, weight, bias)
-        y = F.linear(x.detach(), weight.detach(), None if bias is None else bias.detach()).detach()  # which is no view
-        watched: Tensor = _Later.apply(x, y, weight, bias, self)  # type: ignore[no-untyped-call]
-        return watched
+        y = F.linear(x, weight.detach(), None if bias is None else bias.detach())
+        add = partial(add_linear_gradients, weight, bias)
+        return watched(y, lambda *factors: self.later(partial(add, *map(rows_of, factors))), x.detach().to(y.dtype))
 
     def later(self, call: Callable[[], None]) -> None:
         """Do something before the end of the step."""
@@ -46,31 +47,46 @@ class DeferredGradients:
             self.one()
 
 
-class _Later(torch.autograd.Function):
-    """A linear layer that was computed; its backward gives the gradient of its input."""
+def watched(y: Tensor, arrived: Callable[..., None], *values: Tensor) -> Tensor:
+    """The output `y` of a layer; backward calls `arrived` with `values` and the error of `y`, before that goes on."""
+    anchor = y.new_empty(0, requires_grad=True)  # so that backward runs here even when nothing before y needs it
+    found: Tensor = _WatchError.apply(y, anchor, arrived, *values)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _WatchError(torch.autograd.Function):
+    """The identity on a layer's output; its backward notes the error before that goes on.
+
+    A function and not a tensor hook: it also runs when `x` needs no gradient, later operations may change the output
+    in place, and autograd detects an `x` that was changed in place after it was saved.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients
-    ) -> Tensor:
-        ctx.save_for_backward(x.detach().to(y.dtype))
-        ctx.parameters, ctx.deferred, ctx.dtype = (weight, bias), deferred, x.dtype
+    def forward(ctx: Any, y: Tensor, anchor: Tensor, arrived: Callable[..., None], *values: Tensor) -> Tensor:
+        ctx.arrived = arrived
+        ctx.save_for_backward(*values)
         ctx.mark_dirty(y)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), (weight, bias) = ctx.saved_tensors, ctx.parameters
-        ctx.deferred.later(lambda: _add_gradients(weight, bias, x, error))
-        return (error @ weight.detach().to(error.dtype).conj()).to(ctx.dtype), None, None, None, None
+        ctx.arrived(*ctx.saved_tensors, error)
+        return error, None, None, *[None] * len(ctx.saved_tensors)
 
 
-def _add_gradients(weight: Tensor, bias: Tensor | None, x: Tensor, error: Tensor) -> None:
-    rows = error.flatten(0, -2)
-    add_to_grad(weight, rows.t() @ x.flatten(0, -2).conj())
+def rows_of(factor: Tensor) -> Tensor:
+    """The rows of a factor of a gradient, as a matrix."""
+    return (factor if factor.dim() > 1 else factor.unsqueeze(0)).flatten(0, -2)
+
+
+def add_linear_gradients(weight: Tensor, bias: Tensor | None, *factors: Tensor) -> None:
+    """Add those of a linear layer: of X (rows, in), where the weight is trained, and E (rows, out)."""
+    *inputs, errors = factors
+    if inputs:
+        add_to_grad(weight, errors.t() @ inputs[0].conj())
     if bias is not None:
-        add_to_grad(bias, rows.sum(0))
+        add_to_grad(bias, errors.sum(0, dtype=bias.dtype))
 
 
 def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:

@@ -32,23 +32,16 @@ class LateMultiplyComm(Part):
         self._late.gather_indices(indices, rows, is_last=self.examples.is_last)
 
     def late_embedding(
-        self,
-        indices: Tensor,
-        weight: Tensor,
-        *,
-        padding_idx: int | None = None,
-        sparse: bool = False,
-        pool: str = "",
-        gathered: int | None = None,
+        self, indices: Tensor, weight: Tensor, *, pool: str = "", gathered: int | None = None, **options: Any
     ) -> Tensor:
-        """`F.embedding` whose gradient is computed from all replicas' indices and output errors.
+        """`F.embedding` with its options, whose gradient is computed from all replicas' indices and output errors.
 
         pool: sum or mean, of the rows of each example: then the errors of these travel.
         gathered: which of `gather_indices` these are.
         """
 
         def look_up(rows: Tensor, table: Tensor) -> Tensor:
-            found = F.embedding(rows, table, padding_idx=padding_idx, sparse=sparse)
+            found = F.embedding(rows, table, **options)
             return getattr(found, pool)(1) if pool else found
 
         rows = self._rows(len(indices) if pool else indices.numel())
@@ -59,22 +52,18 @@ class LateMultiplyComm(Part):
         indices: Tensor,
         weight: Tensor,
         *,
-        mode: str,
         per_sample_weights: Tensor | None = None,
-        padding_idx: int | None = None,
-        sparse: bool = False,
         gathered: int | None = None,
+        **options: Any,
     ) -> Tensor:
         """`F.embedding_bag` of bags of one size likewise; the errors of bags travel, not those of their rows."""
 
         def look_up(rows: Tensor, table: Tensor, weights: Tensor | None = None) -> Tensor:
-            options: dict[str, Any] = {"mode": mode, "padding_idx": padding_idx, "sparse": sparse}
             return F.embedding_bag(rows, table, per_sample_weights=weights, **options)
 
         values = (indices,) if per_sample_weights is None else (indices, per_sample_weights)
-        return self._late.table(
-            look_up, weight, *values, rows=self._rows(len(indices)), is_last=self.examples.is_last, gathered=gathered
-        )
+        rows = self._rows(len(indices))
+        return self._late.table(look_up, weight, *values, rows=rows, is_last=self.examples.is_last, gathered=gathered)
 
     def _rows(self, own: int) -> list[int]:
         """How many rows each replica has of a value of which this one has `own`."""

@@ -19,14 +19,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..collectives.deferred_gradients import add_to_grad
+from ..collectives.deferred_gradients import add_linear_gradients, add_to_grad, rows_of, watched
 from ..transport.base import Transport, Work, describe
 
 
@@ -67,7 +65,7 @@ class LateMultiply:
         # Under autocast the layer multiplies in y's dtype; X travels and is kept in it too.
         inputs = [x.detach().to(y.dtype)] if weight.requires_grad else []
         trained = bias if bias is not None and bias.requires_grad else None
-        return self._watched(y, inputs, partial(_multiply, weight, trained), rows, is_last)
+        return self._watched(y, inputs, partial(add_linear_gradients, weight, trained), rows, is_last)
 
     def gather_indices(self, indices: Sequence[Tensor], rows: Sequence[Sequence[int]], is_last: bool = True) -> None:
         """Keep the indices of tables, and start to gather those of all microbatches in the last one.
@@ -119,11 +117,8 @@ class LateMultiply:
         self, y: Tensor, values: Sequence[Tensor], add: Callable[..., None], rows: Sequence[int], is_last: bool
     ) -> Tensor:
         """The output `y` of a layer whose factors are `values` and its error, of which `add` makes the gradients."""
-        anchor = y.new_empty(0, requires_grad=True)  # so that backward runs here even when x needs no gradient
         self._awaited += 1
-        arrived = partial(self._arrived, is_last, partial(_Use, add, rows))
-        watched: Tensor = _WatchError.apply(y, anchor, arrived, *values)  # type: ignore[no-untyped-call]
-        return watched
+        return watched(y, partial(self._arrived, is_last, partial(_Use, add, rows)), *values)
 
     def finish(self) -> None:
         """Add the gradients of all replicas' rows to `.grad`; the same bits on every replica.
@@ -142,7 +137,7 @@ class LateMultiply:
 
     def _arrived(self, is_last: bool, use: Callable[..., _Use], *factors: Tensor) -> None:
         """Note the factors of one use, and start to gather after the last."""
-        rows = [factor.reshape(-1, factor.size(-1)) for factor in factors]
+        rows = list(map(rows_of, factors))
         self._uses.append(use([each.size(1) for each in rows], [(each,) for each in rows]))
         self._awaited -= 1
         if is_last and not self._awaited:
@@ -187,15 +182,6 @@ class _Use:
             yield torch.cat(parts).view(sum(self.rows), width)
 
 
-def _multiply(weight: Tensor, bias: Tensor | None, *factors: Tensor) -> None:
-    """The gradients of a linear layer, of X (rows, in), where the weight is trained, and E (rows, out)."""
-    *inputs, errors = factors
-    if inputs:
-        add_to_grad(weight, errors.t() @ inputs[0].conj())
-    if bias is not None:
-        add_to_grad(bias, errors.sum(0, dtype=bias.dtype))
-
-
 def _add_rows(look_up: Callable[..., Tensor], weight: Tensor, first: Tensor | _Use, *factors: Tensor) -> None:
     """The gradient of a table, as torch has it where all replicas' rows are looked up.
 
@@ -208,24 +194,3 @@ def _add_rows(look_up: Callable[..., Tensor], weight: Tensor, first: Tensor | _U
         found = look_up(indices, leaf, *weights)
     (gradient,) = torch.autograd.grad(found, leaf, errors.view(found.shape))
     add_to_grad(weight, gradient)
-
-
-class _WatchError(torch.autograd.Function):
-    """The identity on a layer's output; its backward notes the error before that goes on.
-
-    A function and not a tensor hook: it also runs when `x` needs no gradient, later operations may change the output
-    in place, and autograd detects an `x` that was changed in place after it was saved.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, anchor: Tensor, arrived: Callable[..., None], *values: Tensor) -> Tensor:
-        ctx.arrived = arrived
-        ctx.save_for_backward(*values)
-        ctx.mark_dirty(y)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.arrived(*ctx.saved_tensors, error)
-        return error, None, None, *[None] * len(ctx.saved_tensors)
