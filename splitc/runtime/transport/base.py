@@ -49,14 +49,17 @@ class CompletedWork:
 
 
 class AllOf:
-    """Several works as one."""
+    """Several works as one.  then: what is called once, when they are complete."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[Work], *then: Callable[[], object]) -> None:
+        self._works, self._then = works, then
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+        for call in self._then:
+            call()
+        self._then = ()
 
 
 Message = tuple[Tensor, int]  # a tensor, and the rank at the other end

@@ -71,7 +71,7 @@ class Short(Forwarding):
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         data = self._arriving(tensor)
-        return _Decoded(self._inner.irecv(data, src, tag), partial(self._fill, tensor, data))
+        return AllOf([self._inner.irecv(data, src, tag)], partial(self._fill, tensor, data))
 
     def _exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int
@@ -79,7 +79,7 @@ class Short(Forwarding):
         leaving = [(self._leaving(x), dst) for x, dst in sends]
         arriving = [(self._arriving(x), src) for x, src in receives]
         fill = [partial(self._fill, x, data) for (x, _), (data, _) in zip(receives, arriving, strict=True)]
-        return _Decoded(self._inner.exchange(leaving, arriving, ranks, tag), *fill)
+        return AllOf([self._inner.exchange(leaving, arriving, ranks, tag)], *fill)
 
     def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False, name: str = "") -> Work:
         form = sum_format(self._name, tensor.dtype, tensor.numel(), are_unequal(ranks, self._shares))
@@ -101,7 +101,7 @@ class Short(Forwarding):
         own = pieces[ranks.index(self.rank)]
         data = {rank: encoded(self.format, x) for rank, x in zip(ranks, pieces, strict=True) if rank != self.rank}
         work, summed = self._scattered(data, own.reshape(-1), ranks, _SCATTER_TAG)
-        return _Decoded(work, lambda: output.detach().copy_(summed().view(output.shape)))
+        return AllOf([work], lambda: output.detach().copy_(summed().view(output.shape)))
 
     def _halves(self, name: str, transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Iterator[Work]:
         """Those of an all-reduce: to each rank its slice of all numbers, and the sums to all.
@@ -128,7 +128,7 @@ class Short(Forwarding):
             going = [(sums[index], rank) for rank in ranks if rank != self.rank]
             under_way.append(self._inner.exchange(going, coming, ranks, _SUMS_TAG))
         fill = [partial(self._fill, *each) for parts, _, sums, *_ in pieces for each in zip(parts, sums, strict=True)]
-        yield _Decoded(AllOf(under_way), *fill)
+        yield AllOf(under_way, *fill)
 
     def _scattered(
         self, data: dict[int, Tensor], own: Tensor, ranks: tuple[int, ...], tag: int
@@ -150,7 +150,7 @@ class Short(Forwarding):
         sizes = [self.format.nbytes(output.numel()) for output in outputs]
         data = own.new_empty(sum(sizes)).split(sizes)
         fill = [partial(self._fill, *each) for each in zip(outputs, data, strict=True)]
-        return _Decoded(self._inner.all_gather([*data], own, ranks), *fill)
+        return AllOf([self._inner.all_gather([*data], own, ranks)], *fill)
 
     def _leaving(self, tensor: Tensor) -> Tensor:
         return encoded(self.format, tensor) if self.format.shortens(tensor.dtype, tensor.numel()) else tensor
@@ -165,19 +165,6 @@ class Short(Forwarding):
     def _fill(self, tensor: Tensor, data: Tensor) -> None:
         if data is not tensor:
             tensor.detach().copy_(decoded(self.format, data, tensor).view(tensor.shape))
-
-
-class _Decoded:
-    """The work of data that is decoded once it has come."""
-
-    def __init__(self, work: Work, *decode: Callable[[], object]) -> None:
-        self._work, self._decode = work, decode
-
-    def wait(self) -> None:
-        self._work.wait()
-        for decode in self._decode:
-            decode()
-        self._decode = ()
 
 
 def encoded(form: Format, tensor: Tensor) -> Tensor:

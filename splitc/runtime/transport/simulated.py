@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .base import CompletedWork, Mismatch, Transport, Work, describe, describe_all
+from .base import AllOf, CompletedWork, Mismatch, Transport, Work, describe, describe_all
 from .mailbox import Mailbox
 
 Result = TypeVar("Result")
@@ -82,12 +82,12 @@ class SimulatedTransport(Transport):
                 raise Mismatch(f"rank {self.rank}: {what}, but it sent {describe(message)}")
             tensor.detach().copy_(message)
 
-        return _Once(fill)
+        return AllOf([], fill)
 
     def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
         merge = _maximum if maximum else _sum
         result = self._mailbox.join(self.rank, ranks, f"all_reduce {describe(tensor)}", _snapshot(tensor), merge)
-        return _Once(lambda: tensor.detach().copy_(result()))
+        return AllOf([], lambda: tensor.detach().copy_(result()))
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
         result = self._mailbox.join(
@@ -97,7 +97,7 @@ class SimulatedTransport(Transport):
             _snapshot(tensor) if self.rank == src else None,
             lambda contributions: contributions[ranks.index(src)],
         )
-        return _Once(result if self.rank == src else lambda: tensor.detach().copy_(result()))
+        return AllOf([], result if self.rank == src else lambda: tensor.detach().copy_(result()))
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         result = self._mailbox.join(self.rank, ranks, f"all_gather {describe_all(outputs)}", _snapshot(tensor), list)
@@ -106,7 +106,7 @@ class SimulatedTransport(Transport):
             for output, piece in zip(outputs, result(), strict=True):
                 output.detach().copy_(piece)
 
-        return _Once(fill)
+        return AllOf([], fill)
 
     def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
         result = self._mailbox.join(
@@ -116,7 +116,7 @@ class SimulatedTransport(Transport):
             [_snapshot(piece) for piece in pieces],
             lambda pieces: [_sum(list(parts)) for parts in zip(*pieces, strict=True)],
         )
-        return _Once(lambda: output.detach().copy_(result()[ranks.index(self.rank)]))
+        return AllOf([], lambda: output.detach().copy_(result()[ranks.index(self.rank)]))
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         data = pickle.dumps(value) if self.rank == src else None
@@ -133,18 +133,6 @@ class SimulatedTransport(Transport):
         """The contributions of all ranks, once all have joined."""
         contributions: list[Any] = self._mailbox.join(self.rank, tuple(range(self.world)), what, contribution, list)()
         return contributions
-
-
-class _Once:
-    """A work that is completed by its first wait."""
-
-    def __init__(self, complete: Callable[[], object]) -> None:
-        self._complete: Callable[[], object] | None = complete
-
-    def wait(self) -> None:
-        if self._complete is not None:
-            self._complete()
-            self._complete = None
 
 
 def _snapshot(tensor: Tensor) -> Tensor:
