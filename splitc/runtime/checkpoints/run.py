@@ -20,13 +20,13 @@ import torch
 
 from ..errors import MEMORY, SHM, LaunchError
 from ..transport.base import Transport
-from ..whole_state import attempt
+from ..whole_state import attempt, attempted
 from . import restore
 from .contents import Contents, Counts
 from .folders import Disks, find_disks, found_in, newest, steps_in
 from .manifest import owner
 from .piece import Piece
-from .storage import Collect, Collected, Saved, write
+from .storage import Saved, write
 
 
 class Checkpoints:
@@ -97,18 +97,20 @@ class Checkpoints:
             self._writer = ThreadPoolExecutor(1, "checkpoint", begin)
         self._known.add((disks.run, disks.start))
         disks.known = self._known
-        attempt(self._transport, f"{disks.folder}: no checkpoint was written", disks.foreign)
+        title, contents = f"{disks.folder}: no checkpoint was written", self._contents
+        attempt(self._transport, title, disks.foreign)
 
-        def collect() -> Collected:
-            return Collected(self._contents.pieces(counts, disks.of), self._contents.shared())
+        def collect() -> tuple[dict[str, Any], tuple[Any, ...]]:
+            pieces, shared = contents.pieces(counts, disks.of), contents.shared()
+            return (_copied(pieces), copy.deepcopy(shared)) if asynchronous else (pieces, shared)
 
-        combine = partial(self._contents.run, counts=counts)
+        own, step = attempted(self._transport, title, collect), counts["steps"]
+        combine = partial(contents.run, counts=counts)
         if not asynchronous or self._side_group is None or self._writer is None:
-            write(disks, counts["steps"], collect, combine, keep)
+            write(disks, step, *own, combine, keep)
             return
-        self._writing = self._writer.submit(
-            write, replace(disks, transport=self._side_group), counts["steps"], _taken(collect), combine, keep
-        )
+        beside = replace(disks, transport=self._side_group)
+        self._writing = self._writer.submit(write, beside, step, *own, combine, keep)
         if self._transport.rank == 0 and not self._is_copy:
             self._writing.add_done_callback(tell)
 
@@ -200,21 +202,6 @@ def tell(writing: Future[None]) -> None:
     """Print at once why a checkpoint was not written; the next save, which may be long after, raises it."""
     if error := writing.exception():
         print(f"{error}\n  training goes on up to the next checkpoint, and ends there", file=sys.stderr, flush=True)
-
-
-def _taken(collect: Collect) -> Collect:
-    """What `collect` gives now, as copies, for another thread; the error that it raises is raised there."""
-    try:
-        now = collect()
-        copied = Collected(_copied(now.pieces), copy.deepcopy(now.shared))
-    except Exception as error:
-        failure = error
-
-        def fail() -> Collected:
-            raise failure
-
-        return fail
-    return lambda: copied
 
 
 def _copied(pieces: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +46,12 @@ class _LoadPlanner(DefaultLoadPlanner):
         return piece.tensor
 
 
-@dataclass(frozen=True)
-class Collected:
-    """What a rank gives to a checkpoint: its pieces, nested by name, and what rank 0 makes one item for all of."""
+def write(
+    disks: Disks, step: int, own: Mapping[str, Any], shared: Any, combine: Callable[[list[Any]], Any], keep: int
+) -> None:
+    """Write the checkpoint after `step`: each rank its pieces, nested by name, rank 0 one item for all.  Collective.
 
-    pieces: dict[str, Any]
-    shared: Any
-
-
-Collect = Callable[[], Collected]
-Combine = Callable[[list[Any]], Any]
-
-
-def write(disks: Disks, step: int, collect: Collect, combine: Combine, keep: int) -> None:
-    """Write the checkpoint after `step`, each rank what it collects, and as `run` what rank 0 combines.  Collective.
-
+    shared: what this rank gives to that item, `run`, which `combine` makes of what all ranks give.
     Raises LaunchError, on every rank, when that fails on any; then the earlier checkpoints are still there.
     """
     transport, path = disks.transport, disks.partial(step)
@@ -72,21 +63,21 @@ def write(disks: Disks, step: int, collect: Collect, combine: Combine, keep: int
         return f"{disks.folder}: no checkpoint was written{room}"
 
     def write_own() -> tuple[SavePlan, list[WriteResult], dict[str, int]]:
-        pieces = {**collected.pieces, **({} if shared is None else {"run": Piece(packed(combine(shared)))})}
+        pieces = {**own, **({} if given is None else {"run": Piece(packed(combine(given)))})}
         path.mkdir(parents=True, exist_ok=True)
         planner.set_up_planner(pieces)
         writer.set_up_storage_writer(transport.rank == 0)
         plan, files = planner.create_local_plan(), dict[tuple[int, ...], list[WriteItem]]()
         for item in sorted(plan.items, key=lambda each: each.index.fqn):  # so that all that write a file write the same
             files.setdefault(planner.state_dict[item.index.fqn].writers or (transport.rank,), []).append(item)
-        own, results, sums = list[WriteItem](), list[WriteResult](), dict[str, int]()
+        first, results, sums = list[WriteItem](), list[WriteResult](), dict[str, int]()
         for ranks, items in files.items():
             prefix = _StoragePrefix(f"__{'-'.join(map(str, ranks))}_")
             made = writer.write_data(replace(plan, items=items, storage_data=prefix), planner).value()
             sums |= {name: checksum(path / name) for name in {each.storage_data.relative_path for each in made}}
             if ranks[0] == transport.rank:
-                own, results = own + items, results + made
-        return replace(plan, items=own), results, sums
+                first, results = first + items, results + made
+        return replace(plan, items=first), results, sums
 
     def write_metadata() -> Manifest | None:
         if every is None:
@@ -99,8 +90,7 @@ def write(disks: Disks, step: int, collect: Collect, combine: Combine, keep: int
         return Manifest(disks.run, disks.start, {METADATA: checksum(path / METADATA), **files})
 
     try:
-        collected = attempted(transport, title, collect)
-        shared = transport.gather_objects(collected.shared)
+        given = transport.gather_objects(shared)
         written = attempted(transport, title, write_own)
         every = transport.gather_objects(written)
         manifest = transport.broadcast_object(attempted(transport, title, write_metadata))
