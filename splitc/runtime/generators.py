@@ -6,7 +6,7 @@ import hashlib
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,8 +24,9 @@ def seeded_generators(*key: Any) -> Iterator[None]:
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "big")
     with _LOCK, same_generators():
         random.seed(seed)
-        for generator in _of_torch():
-            generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(seed)
         yield
@@ -34,18 +35,31 @@ def seeded_generators(*key: Any) -> Iterator[None]:
 @contextmanager
 def same_generators() -> Iterator[None]:
     """Give the generators of Python, numpy and torch back as they were."""
-    numpy = sys.modules.get("numpy")
-    before, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
-    states = [(generator, generator.get_state()) for generator in _of_torch()]
+    before = random_state()
     try:
         yield
     finally:
-        random.setstate(before)
-        for generator, state in states:
-            generator.set_state(state)
-        if numpy:
-            numpy.random.set_state(of_numpy)
+        set_random_state(before)
 
 
-def _of_torch() -> list[torch.Generator]:
-    return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+def random_state() -> dict[str, Any]:
+    """The state of the process's generators, and of its GPU's, on which a dataset's own random numbers may depend."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if numpy := sys.modules.get("numpy"):
+        name, words, *rest = numpy.random.get_state()
+        found["numpy"] = [name, words.tolist(), *rest]
+    if torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Set what `random_state` returned; what it has of a GPU, or has not, where both runs compute on one."""
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_initialized() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+    version, words, normal = state["python"]
+    random.setstate((version, tuple(map(int, words)), normal))  # tensors in earlier checkpoints
+    if (numpy := sys.modules.get("numpy")) and "numpy" in state:
+        name, words, *rest = state["numpy"]
+        numpy.random.set_state((name, numpy.asarray(words), *rest))

@@ -9,16 +9,14 @@ ranks.N                   what only rank N of the same plan needs to go on bit f
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn, optim
 
 from ..features import FEATURES
+from ..generators import random_state
 from ..moments import Feature
 from ..optimizers import state_by_name
 from ..parameter_groups import Groups, options_of
@@ -157,28 +155,3 @@ def schedule_of(value: Any) -> str:
     """The class of a learning-rate scheduler, and of those inside it; nothing for another object."""
     inside = ", ".join(map(schedule_of, getattr(value, "_schedulers", ())))
     return f"{type(value).__name__}{f'({inside})' * bool(inside)}" * isinstance(value, optim.lr_scheduler.LRScheduler)
-
-
-def random_state() -> dict[str, Any]:
-    """The state of the process's generators, and of its GPU's, on which a dataset's own random numbers may depend."""
-    numpy = sys.modules.get("numpy")
-    version, words, normal = random.getstate()
-    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(words), normal]}
-    if numpy is not None:
-        name, state, *rest = numpy.random.get_state()
-        found["numpy"] = [name, torch.from_numpy(state.astype("int64")), *rest]
-    if torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set what `random_state` returned; what it has of a GPU, or has not, where both runs compute on one."""
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_initialized() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-    version, words, normal = state["python"]
-    random.setstate((version, tuple(words.tolist()), normal))
-    if (numpy := sys.modules.get("numpy")) is not None and "numpy" in state:
-        name, values, *rest = state["numpy"]
-        numpy.random.set_state((name, values.numpy(), *rest))

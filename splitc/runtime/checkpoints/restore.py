@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from ..features import FEATURES
+from ..generators import set_random_state
 from ..optimizers import device_of_state, load_by_name, set_options
 from ..parameter_groups import Groups
 from ..transport.base import describe
 from ..weights import named_tensors
-from .contents import Contents, schedule_of, set_random_state
+from .contents import Contents, schedule_of
 from .piece import Piece
 from .storage import Saved
 

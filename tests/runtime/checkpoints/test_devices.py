@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from splitc.runtime.checkpoints import folders
-from splitc.runtime.checkpoints.contents import random_state, set_random_state
 from splitc.runtime.checkpoints.piece import packed, unpacked
+from splitc.runtime.generators import random_state, set_random_state
 from splitc.runtime.optimizers import device_of_state, load_by_name, set_options, state_by_name
 from splitc.runtime.transport.mailbox import Mailbox
 from splitc.runtime.transport.simulated import SimulatedTransport
