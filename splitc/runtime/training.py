@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, reduce
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .optimizers import STEP, Made, make_optimizers, state_of
 from .parameter_groups import OptimizerFactory
 from .rank import Rank
 from .replicas import Replicas
-from .spec import RankSpec, Shard, StepContext
+from .spec import Shard, StepContext
 from .stage_state import StageState
 from .transport.agreement import agreed, require_equal
 from .transport.base import Transport
@@ -32,22 +32,12 @@ from .transport.torch_transport import TorchTransport
 from .updates import DYNAMIC, SKIP, LossScale, Updates
 
 
-class GeneratedModule(Protocol):
-    """A generated `rankN.py`."""
-
-    rank: RankSpec
-    Stage: Any
-    step: Any
-    evaluate: Any
-    predict: Any
-
-
 class Training:
     """Trains one rank; a `Worker` without data, evaluation and saved state.
 
     All ranks call the collective methods, in the same order; constructing it is collective too.
 
-    program: the rank's generated module.
+    program: the rank's generated module, `rankN.py`.
     weights: whole-model tensors by name, of which this rank copies what it holds, or its shards of them; on rank 0 also
     those that no rank holds, for a whole state_dict.
     keys: the keys of the model's state_dict; a mapping also gives the first key of the same tensor (`first_names`).
@@ -70,7 +60,7 @@ class Training:
 
     def __init__(
         self,
-        program: GeneratedModule,
+        program: Any,
         transport: Transport,
         weights: Mapping[str, Tensor],
         keys: Mapping[str, str] | Iterable[str],
@@ -104,7 +94,7 @@ class Training:
         self._steps = self._examples = 0  # of the run, and of the batches that are accumulated to the next update
         self._sizes: tuple[int, ...] | None = None
         self._is_tail = False  # whether a loader gave them, which may leave ranks without examples
-        self.batch_offsets = program.rank.batch_offsets
+        self.batch_offsets: tuple[int, ...] = program.rank.batch_offsets
         self._evaluation = Evaluation(self.rank, self._state, program.evaluate, getattr(program, "predict", None))
         rank, loss = self.rank, self._evaluation.loss_anew
         own = moments.Training(program, rank.spec, self.stage, rank.parts, rank.step, loss)

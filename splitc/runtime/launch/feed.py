@@ -18,9 +18,9 @@ from ..data import as_tuple, drawn
 from ..errors import MIN_WORLD, LaunchError
 from ..loader import Loader
 from ..spec import RankSpec
+from ..transport.recorder import Recorder
 from ..transport.torch_transport import TorchTransport
 from ..worker import Worker
-from .measured import MeasuredWorker
 from .options import copies_every
 from .stopping import Stopping
 
@@ -75,10 +75,10 @@ class Batches:
             source = chain.from_iterable(repeat(self._loader))
         else:
             source = islice(taken(self._source, worker) if self._is_given else self._source, made, None)
-        if isinstance(worker, MeasuredWorker):
-            source = source if self._is_given else repeat(next(source))
-            worker.recorder.align()
         transport = worker.rank.transport
+        if isinstance(transport, Recorder):
+            source = source if self._is_given else repeat(next(source))
+            transport.align()
         stopping = Stopping(transport, made) if isinstance(transport, TorchTransport) else None
         if every and not made and len(self):
             worker.save(self._args.checkpoints, asynchronous=True)  # of the run that copies are of

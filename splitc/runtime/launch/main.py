@@ -35,7 +35,6 @@ from .feed import Batches as batches
 from .history import History
 from .loader import load_rank, require_one_build
 from .losses import Losses as losses
-from .measured import MeasuredWorker
 from .options import EVERY, add_options, check_options, use_checkpoints
 from .shown import Shown as shown
 from .stopping import Stopped
@@ -150,15 +149,28 @@ def _expected(folder: Path, worker: Worker) -> Expected:
     return Expected()
 
 
+class MeasuredWorker(Worker):
+    """A worker on a `Recorder`, which records every step.  examples: of every step, over all readers."""
+
+    def __init__(self, program: Any, recorder: Recorder, *arguments: Any, **options: Any) -> None:
+        super().__init__(program, recorder, *arguments, **options)
+        self.recorder, self.examples = recorder, list[int]()
+
+    def step(self, *batch: Tensor) -> Tensor:
+        with self.recorder.step():
+            loss = super().step(*batch)
+        self.examples.append(self.batch_offsets[-1])
+        return loss
+
+
 def load_worker(
     folder: Path, transport: Transport, optimizer: OptimizerFactory, seed: int = 0, **options: Any
 ) -> Worker:
     """This rank's worker of the build in `folder`; it is measured where `transport` is a Recorder."""
     weights, keys = load_weights(folder)
     program = load_rank(folder, transport.rank)
-    if isinstance(transport, Recorder):
-        return MeasuredWorker(program, transport, weights, keys, optimizer, seed=seed, **options)
-    return Worker(program, transport, weights, keys, optimizer, seed=seed, **options)
+    made = MeasuredWorker if isinstance(transport, Recorder) else Worker
+    return made(program, transport, weights, keys, optimizer, seed=seed, **options)  # type: ignore[arg-type]
 
 
 def _check_options(folder: Path, args: argparse.Namespace) -> None:

@@ -92,24 +92,16 @@ def run_trial(
 
 
 def torchrun_trial(
-    folder: Path,
-    files: Mapping[str, str],
-    weights: Mapping[str, Any],
-    world: int,
-    feeds: Feeds,
-    sizes: Sequence[int],
-    learning_rate: float,
-    momentum: float,
-    period: int = 1,
-    compile_stages: bool | str = False,
+    folder: Path, files: Mapping[str, str], weights: Mapping[str, Any], world: int, *given: Any
 ) -> list[Trial]:
-    """`run_trial` in `world` real processes.  Raises RanksFailed with the first error of a rank when one fails."""
+    """`run_trial` in `world` real processes, given its arguments from `feeds` on.
+
+    Raises RanksFailed with the first error of a rank when one fails.
+    """
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     torch.save(dict(weights), folder / "weights.pt")
-    options = {"sizes": list(sizes), "learning_rate": learning_rate, "momentum": momentum, "period": period}
-    options["compile_stages"] = compile_stages
-    torch.save({"feeds": feeds, **options}, folder / "trial.pt")
+    torch.save(given, folder / "trial.pt")
     done = torchrun(["-m", "splitc.runtime.launch.trial", str(folder)], world, quiet=True)
     if done.returncode:
         raise RanksFailed(f"the ranks failed:\n{done.stderr}")
@@ -125,7 +117,7 @@ def _main() -> None:
     given = torch.load(folder / "trial.pt", weights_only=True)
     weights = torch.load(folder / "weights.pt", weights_only=True, mmap=True)
     transport = init()
-    trial = run_trial(folder, transport, weights, **given)
+    trial = run_trial(folder, transport, weights, *given)
     plain = {**vars(trial), "shards": {name: tuple(shard) for name, shard in trial.shards.items()}}
     trials = transport.gather_objects(plain)
     if trials is not None:
