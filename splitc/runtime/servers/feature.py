@@ -59,9 +59,10 @@ class ServerComm(Part):
             served.pull(bucket)
 
     def pull_all(self, stage: nn.Module, buckets: Sequence[Bucket]) -> None:
-        """Receive all parameters before anything is computed."""
-        if self.role.context.is_first:
-            self._buckets_of(stage, buckets).pull_all()
+        """Receive all parameters before anything is computed (Stanza 5)."""
+        self.start_pulls(stage, buckets)
+        for k in reversed(range(len(buckets))):
+            self.pull(k)
 
     @contextmanager
     def push(self, stage: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
@@ -69,13 +70,17 @@ class ServerComm(Part):
         if not (self.role.context.is_last and self.examples.is_last):
             yield
             return
-        with self._buckets_of(stage, buckets).while_backward():
+        served = self._buckets_of(stage, buckets)
+        with served.in_order.while_backward():
             yield
+        served.finish()
 
     def push_all(self, stage: nn.Module, buckets: Sequence[Bucket]) -> None:
         """Push all gradients, after backward."""
         if self.role.context.is_last and self.examples.is_last:
-            self._buckets_of(stage, buckets).push_all()
+            served = self._buckets_of(stage, buckets)
+            served.in_order.start_all()
+            served.finish()
 
     def _server(self, stage: nn.Module) -> Server:
         parameters = {**dict(stage.named_parameters(remove_duplicate=False)), **self.updated(stage)}

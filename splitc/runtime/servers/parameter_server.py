@@ -13,7 +13,6 @@ All ranks go through the messages in one order: by bucket, then by rows, then by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import TypeVar
@@ -83,13 +82,9 @@ class Server:
     """
 
     def __init__(
-        self,
-        messages: Messages,
-        parameters: Mapping[str, nn.Parameter],
-        carrying: Callable[[str], Transport] | None = None,
+        self, messages: Messages, parameters: Mapping[str, nn.Parameter], carrying: Callable[[str], Transport]
     ) -> None:
-        self._messages, self._parameters = messages, parameters
-        self.carrying = carrying or (lambda kind: messages.transport)
+        self._messages, self._parameters, self.carrying = messages, parameters, carrying
         self._rank = messages.transport.rank
 
     def send(self, message: Message, workers: Sequence[int]) -> None:
@@ -149,6 +144,7 @@ class ServedBuckets:
     """The worker's side: the served buckets of one stage.
 
     workers: all workers, in rank order.  server: this rank's side as a server, if it is one too.
+    in_order: pushes them strictly in their order.
 
     After a push `.grad` is None: the gradient is the server's.  A gradient that backward did not reach counts as -0.0,
     and the first number of one that it reached is no -0.0: a sum is -0.0 where all summands are, so that the server
@@ -163,11 +159,9 @@ class ServedBuckets:
         self._parameters = dict(stage.named_parameters(remove_duplicate=False))
         self._buckets = [coalesce(_pieces(bucket, self._parameters)) for bucket in buckets]
         self._bucket_parameters = [[self._parameters[name] for name in bucket] for bucket in buckets]
-        self._in_order = InOrder(self._bucket_parameters, self._push, "it was pushed")
+        self.in_order = InOrder(self._bucket_parameters, self._push, "it was pushed")
         self._arriving: dict[int, list[Arriving]] = {}
         self._sums: list[Arriving] = []
-
-    # -- parameters ----------------------------------------------------------------------------------------------------
 
     def start_pulls(self) -> None:
         """Post the receives of all buckets, in the order in which forward reads them."""
@@ -187,27 +181,7 @@ class ServedBuckets:
         for rows in self._arriving.pop(bucket, ()):
             rows.wait()
 
-    def pull_all(self) -> None:
-        """Wait for all parameters before anything is computed (Stanza 5)."""
-        self.start_pulls()
-        for k in reversed(range(len(self._buckets))):
-            self.pull(k)
-
-    # -- gradients -----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def while_backward(self) -> Iterator[None]:
-        """Push buckets strictly in their order, each as soon as the backward inside has filled it."""
-        with self._in_order.while_backward():
-            yield
-        self._finish()
-
-    def push_all(self) -> None:
-        """Push all buckets."""
-        self._in_order.start_all()
-        self._finish()
-
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Finish the sums of the rows that this rank serves."""
         for each in self._sums:
             each.wait()
