@@ -50,7 +50,6 @@ class Worker(Training):
         if len(batch) == 1 and isinstance(batch[0], Loader):
             return self._evaluate_all(batch[0])
         batch = self._checked((*batch, named) if named else batch)
-        self.end_round()
         self.recompute_statistics()
         return self._evaluation.loss(batch, self._context(training=False))
 
@@ -68,7 +67,6 @@ class Worker(Training):
         taken = replace(spec, inputs={name: spec.inputs[name] for name in spec.predicts})
         self.batch_offsets = self.rank.batch_offsets(self._sizes, self._is_tail)
         batch = data.checked(own, taken, self.batch_offsets, self._transport.device)
-        self.end_round()
         self.recompute_statistics()
         return self._evaluation.output(batch, self._context(training=False))
 
