@@ -87,12 +87,14 @@ class Subnetworks(Feature):
         sample = list(self._sample) if sample is None else sample
         self._sample.clear()
         for norm in self._norms if sample else ():
-            moments = _Moments()
-            with norm.register_forward_pre_hook(moments):
+            seen: list[Tensor] = []
+            with norm.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(_moments(inputs[0]))):
                 for batch, context in sample:
                     self.training.loss(batch, context)
-            norm.running_mean.copy_(moments.mean)
-            norm.running_var.copy_(moments.variance)
+            number, total, squares = torch.stack(seen).sum(0)
+            norm.running_mean.copy_(mean := total / number)
+            spread = (squares - number * mean.square()).clamp(min=0)
+            norm.running_var.copy_(spread / (number - 1).clamp(min=1))  # unbiased, as in training
 
     def forget(self) -> None:
         """Forget what was fetched ahead."""
@@ -122,26 +124,7 @@ def require_zero_start(factory: OptimizerFactory, whole: Whole, named: Named) ->
                 )
 
 
-class _Moments:
-    """A hook that adds up a module's inputs over examples, in float64."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._sum: Tensor | float = 0.0
-        self._squares: Tensor | float = 0.0
-
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        values = inputs[0].detach().double().transpose(0, 1).flatten(1)
-        self._count += values.shape[1]
-        self._sum = self._sum + values.sum(1)
-        self._squares = self._squares + values.square().sum(1)
-
-    @property
-    def mean(self) -> Tensor:
-        return torch.as_tensor(self._sum) / self._count
-
-    @property
-    def variance(self) -> Tensor:
-        """Unbiased, as that of a normalisation in training."""
-        spread = torch.as_tensor(self._squares) - self._count * self.mean.square()
-        return spread.clamp(min=0) / max(self._count - 1, 1)
+def _moments(values: Tensor) -> Tensor:
+    """Number, sum and sum of squares of a normalisation's inputs over examples, (3, C) in float64."""
+    flat = values.detach().double().transpose(0, 1).flatten(1)
+    return torch.stack([flat.new_full((len(flat),), flat.shape[1]), flat.sum(1), flat.square().sum(1)])
