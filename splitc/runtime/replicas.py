@@ -22,8 +22,7 @@ from .moments import Feature
 from .optimizers import state_of
 from .rank import Rank
 from .stage_state import StageState
-
-Ranks = tuple[int, ...]
+from .transport.base import Ranks
 
 _PART = 1 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16}

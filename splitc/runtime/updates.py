@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .errors import LaunchError, NonFiniteError
 from .stage_state import StageState
-from .transport.base import Transport
+from .transport.base import Ranks, Transport
 
 DYNAMIC, SKIP = "dynamic", "skip"
 
@@ -153,7 +153,7 @@ def _copy(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> None:
         torch._foreach_copy_(to, what)
 
 
-def norm(transport: Transport, counted: Iterable[Tensor], ranks: tuple[int, ...]) -> Tensor:
+def norm(transport: Transport, counted: Iterable[Tensor], ranks: Ranks) -> Tensor:
     """The norm of gradients over `ranks`, in float64.  Collective.
 
     counted: those that this rank adds to the norm; each parameter counts on one rank only.

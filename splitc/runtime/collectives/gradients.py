@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..memory_format import flat, shaped
 from ..transport import doubling
-from ..transport.base import Transport, Work
+from ..transport.base import Ranks, Transport, Work
 from .in_order import InOrder
 
 Buckets = Sequence[Sequence[str]]
@@ -36,7 +36,7 @@ class GradientSum:
 
     @contextmanager
     def while_backward(
-        self, transport: Transport, ranks: Sequence[tuple[int, ...]], later: bool = False, early: bool = True
+        self, transport: Transport, ranks: Sequence[Ranks], later: bool = False, early: bool = True
     ) -> Iterator[None]:
         """Start all-reduces as the backward inside fills buckets; on leaving, or `later`, `finish` waits for them.
 
@@ -72,7 +72,7 @@ class GradientSum:
         self._started.append((total, work))
 
 
-def all_reduce_tied(transport: Transport, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
+def all_reduce_tied(transport: Transport, stage: nn.Module, tied: Mapping[str, Ranks]) -> None:
     """Sum the gradients of tied parameters over the ranks that hold a copy of them.  tied: parameter -> its ranks."""
     parameters = dict(stage.named_parameters(remove_duplicate=False))
     under_way = []

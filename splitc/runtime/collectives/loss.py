@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..transport.base import Transport
+from ..transport.base import Ranks, Transport
 from ..transport.messages import Arriving
 
 
 def start_sum(
-    transport: Transport, contribution: Tensor, ranks: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float64
+    transport: Transport, contribution: Tensor, ranks: Ranks | None = None, dtype: torch.dtype = torch.float64
 ) -> Arriving:
     """Start to sum 0-d contributions of `ranks`, by default all, in `dtype`; the total has their own."""
     ranks = tuple(range(transport.world)) if ranks is None else ranks

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..comm.role import Role
 from ..transport import doubling
-from ..transport.base import Transport, Work
+from ..transport.base import Ranks, Transport, Work
 
 Bucket = Sequence[Tensor]
 """What travels together, of one dtype: parameters, or what copies may have unlike."""
@@ -150,7 +150,7 @@ class Averages:
         return len(self._copies) if isinstance(bucket[0], nn.Parameter) else 1
 
 
-def _through_server(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Iterator[Work]:
+def _through_server(transport: Transport, tensor: Tensor, ranks: Ranks) -> Iterator[Work]:
     """The messages of this rank to and from the first one, or of that one to and from all others."""
     server, *others = ranks
     if transport.rank != server:

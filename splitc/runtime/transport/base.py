@@ -63,6 +63,7 @@ class AllOf:
 
 
 Message = tuple[Tensor, int]  # a tensor, and the rank at the other end
+Ranks = tuple[int, ...]  # sorted
 
 
 def describe(tensor: Tensor) -> str:
@@ -90,7 +91,7 @@ class Transport(ABC):
     world: int
     device: torch.device
     sent_bytes: int = 0
-    _connected: frozenset[tuple[int, ...]] = frozenset()
+    _connected: frozenset[Ranks] = frozenset()
 
     @property
     def waits_hold_the_stream(self) -> bool:
@@ -125,9 +126,7 @@ class Transport(ABC):
         self._check_peer("irecv from", src, tag)
         return self._irecv(tensor, src, tag) if tensor.numel() else CompletedWork()
 
-    def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int = 0
-    ) -> Work:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks, tag: int = 0) -> Work:
         """Start several messages among `ranks` as one operation: each a tensor and its destination, or source.
 
         NCCL runs messages one after the other, so two ranks that exchange tensors need this.
@@ -144,17 +143,17 @@ class Transport(ABC):
         receives = [(tensor, src) for tensor, src in receives if tensor.numel()]
         return self._exchange(sends, receives, ranks, tag) if sends or receives else CompletedWork()
 
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
+    def all_reduce(self, tensor: Tensor, ranks: Ranks, maximum: bool = False) -> Work:
         """Start to replace `tensor` by its sum, or `maximum`, over `ranks`, a sorted tuple that holds this one."""
         self._check_group("all_reduce", ranks)
         self._count(Collective.ALL_REDUCE, tensor.nbytes, tensor.nbytes, len(ranks))
         return self._all_reduce(tensor, ranks, maximum) if tensor.numel() and len(ranks) > 1 else CompletedWork()
 
-    def summed(self, tensor: Tensor, ranks: tuple[int, ...], name: str) -> Work:
+    def summed(self, tensor: Tensor, ranks: Ranks, name: str) -> Work:
         """Start to replace `tensor` by its sum, which has the same name in every step (`Short.summed`)."""
         return self.all_reduce(tensor, ranks)
 
-    def broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
+    def broadcast(self, tensor: Tensor, src: int, ranks: Ranks) -> Work:
         """Start to replace `tensor` on all `ranks` by that of the global rank `src`."""
         self._check_group("broadcast", ranks)
         if src not in ranks:
@@ -163,7 +162,7 @@ class Transport(ABC):
         self._count(Collective.ALL_GATHER, tensor.nbytes, own, len(ranks))
         return self._broadcast(tensor, src, ranks) if tensor.numel() and len(ranks) > 1 else CompletedWork()
 
-    def all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+    def all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: Ranks) -> Work:
         """Start to fill `outputs[i]` with the tensor of `ranks[i]`, on every one of `ranks`.
 
         The outputs may differ in one dim: every rank must know all their shapes.
@@ -181,7 +180,7 @@ class Transport(ABC):
         alone = len(ranks) == 1 or not any(output.numel() for output in outputs)
         return CompletedWork() if alone else self._all_gather(outputs, tensor, ranks)
 
-    def reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
+    def reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: Ranks) -> Work:
         """Start to fill `output` with the sum over `ranks` of the pieces meant for this rank.
 
         `pieces[i]` is this rank's summand for `ranks[i]`.  Pieces for different ranks may differ in one dim.  Each is
@@ -202,7 +201,7 @@ class Transport(ABC):
         alone = len(ranks) == 1 or not any(piece.numel() for piece in pieces)
         return CompletedWork() if alone else self._reduce_scatter(output, pieces, ranks)
 
-    def connect(self, groups: Iterable[tuple[int, ...]]) -> None:
+    def connect(self, groups: Iterable[Ranks]) -> None:
         """Create the communicators of the `groups` of all ranks.  Collective over all ranks, whatever groups they give.
 
         Every rank creates all of them, in one order, as communicators that are split from another one need it.
@@ -266,24 +265,22 @@ class Transport(ABC):
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work: ...
 
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work: ...
+    def _all_reduce(self, tensor: Tensor, ranks: Ranks, maximum: bool = False) -> Work: ...
 
     @abstractmethod
-    def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work: ...
+    def _broadcast(self, tensor: Tensor, src: int, ranks: Ranks) -> Work: ...
 
     @abstractmethod
-    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work: ...
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: Ranks) -> Work: ...
 
     @abstractmethod
-    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work: ...
+    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: Ranks) -> Work: ...
 
-    def _connect(self, ranks: tuple[int, ...]) -> None:
+    def _connect(self, ranks: Ranks) -> None:
         """Create the communicator of `ranks`, of which this one may be none, where there is one."""
         return
 
-    def _exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int
-    ) -> Work:
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks, tag: int) -> Work:
         arriving = [self._irecv(tensor, src, tag) for tensor, src in receives]
         return AllOf([*arriving, *(self._isend(tensor, dst, tag) for tensor, dst in sends)])
 
@@ -297,7 +294,7 @@ class Transport(ABC):
         if tag < 0:
             raise ValueError(f"{what} rank {peer} with tag {tag}: a tag must not be negative")
 
-    def _check_group(self, what: str, ranks: tuple[int, ...]) -> None:
+    def _check_group(self, what: str, ranks: Ranks) -> None:
         if list(ranks) != sorted(set(ranks)) or not set(ranks) <= set(range(self.world)):
             raise ValueError(f"{what} over {ranks}: ranks must be sorted, different and below {self.world}")
         if self.rank not in ranks:

@@ -18,14 +18,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .base import CompletedWork, Transport, Work
+from .base import CompletedWork, Ranks, Transport, Work
 
-Rounds = Callable[[Transport, Tensor, tuple[int, ...]], Iterator[Work]]
+Rounds = Callable[[Transport, Tensor, Ranks], Iterator[Work]]
 
 TAG = 2**31 - 4  # out of the way of programs' tags and the transport's own
 
 
-def all_reduce(transport: Transport, tensor: Tensor, ranks: tuple[int, ...], rounds: Rounds | None = None) -> Work:
+def all_reduce(transport: Transport, tensor: Tensor, ranks: Ranks, rounds: Rounds | None = None) -> Work:
     """Start to replace `tensor` by its sum over `ranks`, a sorted tuple that holds this one.
 
     rounds: the messages of another way to sum, from rank to rank; each is waited for before the next is asked for.
@@ -54,7 +54,7 @@ class _Doubling:
     # The last sum that each transport has under way; it refers to the one before it.
     _last: ClassVar[WeakKeyDictionary[Transport, _Doubling]] = WeakKeyDictionary()
 
-    def __init__(self, transport: Transport, tensor: Tensor, ranks: tuple[int, ...], rounds: Rounds) -> None:
+    def __init__(self, transport: Transport, tensor: Tensor, ranks: Ranks, rounds: Rounds) -> None:
         self._transport, self._ranks = transport, ranks
         self._before = self._last.get(transport)
         if self._before is not None and self._before._ranks != ranks:
@@ -76,7 +76,7 @@ class _Doubling:
             del self._last[self._transport]
 
 
-def _rounds(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Iterator[Work]:
+def _rounds(transport: Transport, tensor: Tensor, ranks: Ranks) -> Iterator[Work]:
     """The messages of this rank, round by round; a round's work must be complete before the next is asked for."""
     n, index = len(ranks), ranks.index(transport.rank)
     doublings = n.bit_length() - 1

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .base import Deadlock, Mismatch, PeerLost, describe
+from .base import Deadlock, Mismatch, PeerLost, Ranks, describe
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Wait:
 class PendingCollective:
     """One collective: the members' contributions, and the result once all have joined."""
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
     asked: dict[int, str] = field(default_factory=dict)
     contributions: dict[int, Any] = field(default_factory=dict)
     result: Any = None
@@ -77,7 +77,7 @@ class Mailbox:
         return receive
 
     def join(
-        self, rank: int, ranks: tuple[int, ...], asked: str, contribution: Any, combine: Callable[[list[Any]], Any]
+        self, rank: int, ranks: Ranks, asked: str, contribution: Any, combine: Callable[[list[Any]], Any]
     ) -> Callable[[], Any]:
         """Join the next collective of `ranks`; the function returned waits for its result.
 

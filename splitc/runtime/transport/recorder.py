@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..clocks import Clock, StreamClock
-from .base import CompletedWork, Message, Transport, Work
+from .base import CompletedWork, Message, Ranks, Transport, Work
 
 Route = tuple[int, int, int]
 """Peer, tag and bytes of a message."""
@@ -49,7 +49,7 @@ class Operation:
     issued: float
     completed: float
     nbytes: int
-    ranks: tuple[int, ...] = ()
+    ranks: Ranks = ()
     sends: tuple[Route, ...] = ()
     receives: tuple[Route, ...] = ()
     waits: tuple[tuple[float, float], ...] = ()
@@ -93,7 +93,7 @@ class Forwarding(Transport):
     def close(self) -> None:
         self._inner.close()
 
-    def _connect(self, ranks: tuple[int, ...]) -> None:
+    def _connect(self, ranks: Ranks) -> None:
         self._inner._connect(ranks)
 
 
@@ -151,21 +151,19 @@ class Recorder(Forwarding):
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         return self._messages(partial(self._inner._irecv, tensor, src, tag), [], [(tensor, src)], tag)
 
-    def _exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int
-    ) -> Work:
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks, tag: int) -> Work:
         return self._messages(partial(self._inner._exchange, sends, receives, ranks, tag), sends, receives, tag)
 
-    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
+    def _all_reduce(self, tensor: Tensor, ranks: Ranks, maximum: bool = False) -> Work:
         return self._record("all_reduce", partial(self._inner._all_reduce, tensor, ranks, maximum), ranks)
 
-    def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
+    def _broadcast(self, tensor: Tensor, src: int, ranks: Ranks) -> Work:
         return self._record("broadcast", partial(self._inner._broadcast, tensor, src, ranks), ranks)
 
-    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: Ranks) -> Work:
         return self._record("all_gather", partial(self._inner._all_gather, outputs, tensor, ranks), ranks)
 
-    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
+    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: Ranks) -> Work:
         return self._record("reduce_scatter", partial(self._inner._reduce_scatter, output, pieces, ranks), ranks)
 
     def _messages(
@@ -180,7 +178,7 @@ class Recorder(Forwarding):
         self,
         kind: str,
         start: Callable[[], Work],
-        ranks: tuple[int, ...] = (),
+        ranks: Ranks = (),
         sends: tuple[Route, ...] = (),
         receives: tuple[Route, ...] = (),
     ) -> Work:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import doubling
-from .base import AllOf, Message, Transport, Work
+from .base import AllOf, Message, Ranks, Transport, Work
 from .collective import are_unequal, sum_parts
 from .formats import FORMATS, NUMBERS, Format, sum_format
 from .recorder import Forwarding
@@ -43,7 +43,7 @@ class Short(Forwarding):
     def decided(self, numbers: Tensor) -> list[bool]:
         return self._inner.decided(numbers)
 
-    def summed(self, tensor: Tensor, ranks: tuple[int, ...], name: str) -> Work:
+    def summed(self, tensor: Tensor, ranks: Ranks, name: str) -> Work:
         """Start to replace `tensor` by its sum, as `all_reduce` does, with the residual of that name."""
         return self._all_reduce(tensor, ranks, name=name) if len(ranks) > 1 else self.all_reduce(tensor, ranks)
 
@@ -63,7 +63,7 @@ class Short(Forwarding):
             self.residuals[name] = like.new_zeros(like.numel(), dtype=_summed_in(like))
         return self.residuals[name]
 
-    def _check_group(self, what: str, ranks: tuple[int, ...]) -> None:
+    def _check_group(self, what: str, ranks: Ranks) -> None:
         return  # the transport inside does
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
@@ -73,29 +73,27 @@ class Short(Forwarding):
         data = self._arriving(tensor)
         return AllOf([self._inner.irecv(data, src, tag)], partial(self._fill, tensor, data))
 
-    def _exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int
-    ) -> Work:
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks, tag: int) -> Work:
         leaving = [(self._leaving(x), dst) for x, dst in sends]
         arriving = [(self._arriving(x), src) for x, src in receives]
         fill = [partial(self._fill, x, data) for (x, _), (data, _) in zip(receives, arriving, strict=True)]
         return AllOf([self._inner.exchange(leaving, arriving, ranks, tag)], *fill)
 
-    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False, name: str = "") -> Work:
+    def _all_reduce(self, tensor: Tensor, ranks: Ranks, maximum: bool = False, name: str = "") -> Work:
         form = sum_format(self._name, tensor.dtype, tensor.numel(), are_unequal(ranks, self._shares))
         if maximum or form is None:
             return self._inner.all_reduce(tensor, ranks, maximum)
         return doubling.all_reduce(self._inner, tensor, ranks, partial(self._halves, name))
 
-    def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
+    def _broadcast(self, tensor: Tensor, src: int, ranks: Ranks) -> Work:
         return self._inner.broadcast(tensor, src, ranks)
 
-    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: Ranks) -> Work:
         if not self.format.shortens(tensor.dtype, sum(output.numel() for output in outputs)):
             return self._inner.all_gather(outputs, tensor, ranks)
         return self._gathered(outputs, encoded(self.format, tensor), ranks)
 
-    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
+    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: Ranks) -> Work:
         if not self.format.shortens(output.dtype, sum(piece.numel() for piece in pieces)):
             return self._inner.reduce_scatter(output, pieces, ranks)
         own = pieces[ranks.index(self.rank)]
@@ -103,7 +101,7 @@ class Short(Forwarding):
         work, summed = self._scattered(data, own.reshape(-1), ranks, _SCATTER_TAG)
         return AllOf([work], lambda: output.detach().copy_(summed().view(output.shape)))
 
-    def _halves(self, name: str, transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Iterator[Work]:
+    def _halves(self, name: str, transport: Transport, tensor: Tensor, ranks: Ranks) -> Iterator[Work]:
         """Those of an all-reduce: to each rank its slice of all numbers, and the sums to all.
 
         Sums are awaited from the beginning: what tells gloo's sender so would queue behind the numbers that leave.
@@ -131,7 +129,7 @@ class Short(Forwarding):
         yield AllOf(under_way, *fill)
 
     def _scattered(
-        self, data: dict[int, Tensor], own: Tensor, ranks: tuple[int, ...], tag: int
+        self, data: dict[int, Tensor], own: Tensor, ranks: Ranks, tag: int
     ) -> tuple[Work, Callable[[], Tensor]]:
         """Start to send each rank its data; and what sums those that come, in rank order, with this rank's own."""
         arriving = {rank: self._empty(own) for rank in data}
@@ -145,7 +143,7 @@ class Short(Forwarding):
         leaving, coming = ([(x, rank) for rank, x in each.items()] for each in (data, arriving))
         return self._inner.exchange(leaving, coming, ranks, tag), summed
 
-    def _gathered(self, outputs: Sequence[Tensor], own: Tensor, ranks: tuple[int, ...]) -> Work:
+    def _gathered(self, outputs: Sequence[Tensor], own: Tensor, ranks: Ranks) -> Work:
         """Start to fill `outputs` with what each rank has encoded."""
         sizes = [self.format.nbytes(output.numel()) for output in outputs]
         data = own.new_empty(sum(sizes)).split(sizes)

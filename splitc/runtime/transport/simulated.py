@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .base import AllOf, CompletedWork, Mismatch, Transport, Work, describe, describe_all
+from .base import AllOf, CompletedWork, Mismatch, Ranks, Transport, Work, describe, describe_all
 from .mailbox import Mailbox
 
 Result = TypeVar("Result")
@@ -84,12 +84,12 @@ class SimulatedTransport(Transport):
 
         return AllOf([], fill)
 
-    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
+    def _all_reduce(self, tensor: Tensor, ranks: Ranks, maximum: bool = False) -> Work:
         merge = _maximum if maximum else _sum
         result = self._mailbox.join(self.rank, ranks, f"all_reduce {describe(tensor)}", _snapshot(tensor), merge)
         return AllOf([], lambda: tensor.detach().copy_(result()))
 
-    def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
+    def _broadcast(self, tensor: Tensor, src: int, ranks: Ranks) -> Work:
         result = self._mailbox.join(
             self.rank,
             ranks,
@@ -99,7 +99,7 @@ class SimulatedTransport(Transport):
         )
         return AllOf([], result if self.rank == src else lambda: tensor.detach().copy_(result()))
 
-    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: Ranks) -> Work:
         result = self._mailbox.join(self.rank, ranks, f"all_gather {describe_all(outputs)}", _snapshot(tensor), list)
 
         def fill() -> None:
@@ -108,7 +108,7 @@ class SimulatedTransport(Transport):
 
         return AllOf([], fill)
 
-    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
+    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: Ranks) -> Work:
         result = self._mailbox.join(
             self.rank,
             ranks,

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import BackendError
 from ..hangs.watch import Watch
 from ..live import Ends, Waits
-from .base import Message, PeerLost, Transport, Work, describe, describe_all
+from .base import Message, PeerLost, Ranks, Transport, Work, describe, describe_all
 from .devices import host
 from .in_flight import InFlight, as_bytes, cause, fails_by_itself, joined, summable
 
@@ -166,17 +166,17 @@ class TorchTransport(Transport):
         flight = self._flight(f"irecv {describe(tensor)} from rank {src}, tag {tag}", (src, self.rank))
         return flight.messages([], [(flight.incoming(tensor), src)], tag, self._ways[src < self.rank])
 
-    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
+    def _all_reduce(self, tensor: Tensor, ranks: Ranks, maximum: bool = False) -> Work:
         flight = self._flight(f"all_reduce {describe(tensor)} over ranks {ranks}", ranks)
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         return flight.issue(dist.all_reduce, flight.summed(tensor), op=op, group=self._groups[ranks], async_op=True)
 
-    def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
+    def _broadcast(self, tensor: Tensor, src: int, ranks: Ranks) -> Work:
         flight = self._flight(f"broadcast {describe(tensor)} from rank {src} over ranks {ranks}", ranks)
         buffer = flight.outgoing(tensor) if self.rank == src else flight.incoming(tensor)
         return flight.issue(dist.broadcast, as_bytes(buffer), src, group=self._groups[ranks], async_op=True)
 
-    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: Ranks) -> Work:
         flight = self._flight(f"all_gather {describe(tensor)} over ranks {ranks}", ranks)
         group = self._groups[ranks]
         if self.waits_hold_the_stream or len({output.shape for output in outputs}) == 1:
@@ -192,7 +192,7 @@ class TorchTransport(Transport):
         receives = [(flight.incoming(output), rank) for rank, output in others]
         return flight.messages([(own, rank) for rank, _ in others], receives, _GATHER_TAG, self._everyone)
 
-    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
+    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: Ranks) -> Work:
         flight = self._flight(f"reduce_scatter {describe_all(pieces)} over ranks {ranks}", ranks)
         if self.waits_hold_the_stream:
             options = {"group": self._groups[ranks], "async_op": True}
@@ -211,9 +211,7 @@ class TorchTransport(Transport):
         sends = [(flight.outgoing(pieces[i]), rank) for rank, i in others]
         return flight.messages(sends, [(parts[i], rank) for rank, i in others], _SCATTER_TAG, self._everyone)
 
-    def _exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int
-    ) -> Work:
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks, tag: int) -> Work:
         peers = [f"{describe(x)} to rank {dst}" for x, dst in sends]
         peers += [f"{describe(x)} from rank {src}" for x, src in receives]
         flight = self._flight(f"exchange {', '.join(peers)}, tag {tag}", ranks)
@@ -222,7 +220,7 @@ class TorchTransport(Transport):
         group = self._groups[ranks] if self.waits_hold_the_stream else self._everyone
         return flight.messages(leaving, arriving, tag, group)
 
-    def _connect(self, ranks: tuple[int, ...]) -> None:
+    def _connect(self, ranks: Ranks) -> None:
         group = self._new_group(ranks, device_id=self._gpu)
         if self.rank in ranks:
             self._groups[ranks] = group
@@ -244,7 +242,7 @@ class TorchTransport(Transport):
         """That of the process group, for what ranks post and nobody waits for."""
         return dist.distributed_c10d._get_default_store()
 
-    def _new_group(self, ranks: tuple[int, ...], timeout: float | None = None, **options: Any) -> dist.ProcessGroup:
+    def _new_group(self, ranks: Ranks, timeout: float | None = None, **options: Any) -> dist.ProcessGroup:
         """A group that every rank creates now, in one order; with `device_id` NCCL's communicator is there at once."""
         within = timedelta(seconds=timeout or self._timeout * (_WATCHED if self._watch else 1))
         with self._losing_peers(f"connect ranks {ranks}", self._ranks):
