@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -86,13 +86,12 @@ def has_own_buffers(stage: nn.Module) -> bool:
 
 
 def _imported(origin: str) -> Any:
-    file, _, name = origin.partition(":")
     try:
-        return functools.reduce(getattr, name.split("."), importlib.import_module(file))
+        return resolve_name(origin)
     except Exception as error:
         raise LaunchError(
             f"this build runs the user's own code, {origin}, which cannot be imported here "
-            f"({type(error).__name__}: {error}); put the folder of {file.partition('.')[0]} into PYTHONPATH"
+            f"({type(error).__name__}: {error}); put the folder of {origin.partition(':')[0].partition('.')[0]} into PYTHONPATH"
         ) from error
 
 

@@ -182,7 +182,7 @@ class _Trials:
     def close(self) -> None:
         """Give the connections of trials up, so that ranks which wait for this one learn that it has left."""
         if self._side is not None:
-            self._side.abandon()
+            self._side.close()
         self._side = self._recorder = None
 
 

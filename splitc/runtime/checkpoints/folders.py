@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from ..errors import LaunchError, bullets
+from ..files import beside
 from ..transport.base import Transport
 from ..whole_state import attempt
 from .manifest import MANIFEST, Manifest, checksum, owner
@@ -101,7 +102,7 @@ class Disks:
                     manifest.write(path)
             for file, nbytes, _, disk in moves:
                 if disk == transport.rank:
-                    with _aside(file).open("wb") as empty:
+                    with beside(file, "partial").open("wb") as empty:
                         if hasattr(os, "posix_fallocate"):  # a full disk would end what writes into the map of a file
                             os.posix_fallocate(empty.fileno(), 0, nbytes)
 
@@ -109,7 +110,7 @@ class Disks:
         works = []
         for file, nbytes, source, disk in moves:
             if transport.rank in (source, disk):
-                own = file if transport.rank == source else _aside(file)
+                own = file if transport.rank == source else beside(file, "partial")
                 data = torch.from_file(str(own), transport.rank == disk, nbytes, dtype=torch.uint8)
                 for part in data.split(AT_ONCE):
                     sends = transport.rank == source
@@ -118,7 +119,7 @@ class Disks:
             work.wait()
         for file, _, _, disk in moves:
             if disk == transport.rank:
-                _aside(file).replace(file)
+                beside(file, "partial").replace(file)
         transport.barrier()
         return []
 
@@ -238,11 +239,7 @@ def _brought(disks: Disks, path: Path, manifest: Manifest) -> list[str]:
 
     Ranks that share a disk share the reading.
     """
-    beside = [rank for rank, disk in enumerate(disks.of) if disk == disks.of[disks.transport.rank]]
-    part = sorted(manifest.files)[beside.index(disks.transport.rank) :: len(beside)]
+    readers = [rank for rank, disk in enumerate(disks.of) if disk == disks.of[disks.transport.rank]]
+    part = sorted(manifest.files)[readers.index(disks.transport.rank) :: len(readers)]
     whole = [name for name in part if 0 <= checksum(path / name) == manifest.files[name]]
     return disks.spread(path, manifest, whole, len(disks.stand))
-
-
-def _aside(file: Path) -> Path:
-    return file.with_name(f"{file.name}.partial")

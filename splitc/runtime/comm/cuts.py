@@ -33,7 +33,7 @@ class CutComm(Part):
         value = given(value, self.examples, role, "sent").detach()
         for peer, part in self._parts(value, role, dim, rows, of, to):
             if peer == self.role.transport.rank:
-                messages.put_local(own, role, part)
+                messages.local[own, role].append(part)
             else:
                 messages.send(part, peer, self.examples.way(role), self.role.carrying(self.kind))
 
@@ -56,7 +56,7 @@ class CutComm(Part):
         works = []
         for peer, part in self._parts(value, role, dim, rows, to, of):
             if peer == transport.rank:
-                part.copy_(messages.receive_local(role, own))
+                part.copy_(messages.local[role, own].popleft())
             else:
                 works.append(self.role.carrying(self.kind).irecv(part, peer))
 

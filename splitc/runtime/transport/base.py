@@ -236,15 +236,11 @@ class Transport(ABC):
         return None
 
     def apart(self, timeout: float | None = None) -> Transport | None:
-        """A transport like this one on connections of its own, which ranks may `abandon`; None: there can be none.
+        """A transport like this one on connections of its own; None: there can be none.
 
         timeout: seconds that a rank waits on it for another one; None: as on this one.  Collective.
         """
         return None
-
-    def abandon(self) -> None:
-        """Give up an `apart` transport with all that is under way: other ranks that wait for this one fail."""
-        return
 
     def decided(self, numbers: Tensor) -> list[bool]:
         """Which of the numbers are not 0, for what a rank does next."""
@@ -255,7 +251,10 @@ class Transport(ABC):
         return
 
     def close(self) -> None:
-        """Close the connections that this transport made, if any, after all work is complete."""
+        """Close the connections that this transport made, if any, after all work is complete.
+
+        One that is `apart` may be given up with all that is under way: other ranks that wait for this one fail.
+        """
         return
 
     @abstractmethod

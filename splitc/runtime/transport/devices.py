@@ -48,6 +48,12 @@ def host() -> str:
     return socket.gethostname() + (f" (node {number})" if number else "")
 
 
+def machine() -> str:
+    """The kernel that runs here: its boot id, else the name of the host."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
 def device_of(device: str | torch.device | None) -> torch.device:
     """The device of this rank; None and "cuda" take the GPUs in sight in turn, by LOCAL_RANK.
 
@@ -135,5 +141,4 @@ def _identity(device: torch.device) -> str:
     slot = [getattr(about, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in slot:
         return str(getattr(about, "uuid", f"{socket.gethostname()} {device}"))
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{boot.read_text().strip() if boot.exists() else socket.gethostname()} {slot}"
+    return f"{machine()} {slot}"

@@ -25,26 +25,18 @@ class Arriving:
 class Messages:
     """Sends of one rank, kept until an answer comes or the step ends.
 
-    What one of its roles sends to another stays in memory.
+    local: from one of its roles to another, the oldest first: what stays in memory.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._pending: defaultdict[object, list[Work]] = defaultdict(list)
         self._unfinished: list[Callable[[], None]] = []
-        self._local: defaultdict[tuple[str, str], deque[Tensor]] = defaultdict(deque)
+        self.local: defaultdict[tuple[str, str], deque[Tensor]] = defaultdict(deque)
 
     def send(self, tensor: Tensor, dst: int, answer: object = None, by: Transport | None = None) -> None:
         """Start to send `tensor`, which must not change before `wait`.  answer: what shows that it has arrived."""
         self._pending[answer].append((by or self.transport).isend(tensor, dst))
-
-    def put_local(self, src: str, dst: str, tensor: Tensor) -> None:
-        """Leave a tensor of role `src` for this rank's role `dst`."""
-        self._local[src, dst].append(tensor)
-
-    def receive_local(self, src: str, dst: str) -> Tensor:
-        """Take the oldest tensor that `put_local` left."""
-        return self._local[src, dst].popleft()
 
     def at_end(self, finish: Callable[[], None]) -> None:
         """Let `finish`, which waits for other ranks, be called once all that the step has for them is under way."""

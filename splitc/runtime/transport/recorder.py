@@ -17,13 +17,11 @@ setting attributes is safe from both.
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from torch import Tensor
 
 from ..clocks import Clock, StreamClock
 from .base import CompletedWork, Message, Ranks, Transport, Work
+from .devices import machine
 
 Route = tuple[int, int, int]
 """Peer, tag and bytes of a message."""
@@ -75,6 +74,13 @@ class Forwarding(Transport):
         self.rank, self.world, self.device = inner.rank, inner.world, inner.device
         self._inner = inner
 
+    @property
+    def waits_hold_the_stream(self) -> bool:
+        return self._inner.waits_hold_the_stream
+
+    def decided(self, numbers: Tensor) -> list[bool]:
+        return self._inner.decided(numbers)
+
     def side_group(self) -> Transport | None:
         return self._inner.side_group()
 
@@ -111,10 +117,6 @@ class Recorder(Forwarding):
         self._counted = 0  # of `sent_bytes`, those of operations before the one that is issued
         self._issued: list[_Recorded] | None = None
 
-    @property
-    def waits_hold_the_stream(self) -> bool:
-        return self._inner.waits_hold_the_stream
-
     def align(self) -> None:
         """Set the zero of all ranks' clocks to now.  Collective.
 
@@ -123,8 +125,8 @@ class Recorder(Forwarding):
         """
         self.barrier()
         now = time.monotonic()
-        host, first = self.broadcast_object((_host(), now))
-        self._zero = first if host == _host() else now
+        its_machine, first = self.broadcast_object((machine(), now))
+        self._zero = first if its_machine == machine() else now  # a kernel has one monotonic clock
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -218,9 +220,3 @@ class _Recorded:
         ends = [waits[0][1]] if waits else []
         ends += [seconds(self._completed)] if self._completed is not None else []
         return replace(self._operation, issued=seconds(self._issued), completed=min(ends, default=end), waits=waits)
-
-
-def _host() -> str:
-    """Identifies the monotonic clock that processes share: the kernel's boot id, else the machine's name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else platform.node()

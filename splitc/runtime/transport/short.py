@@ -36,13 +36,6 @@ class Short(Forwarding):
         self.format, self.residuals = FORMATS.get(name, NUMBERS), dict[str, Tensor]()
         self._name, self._shares = name, shares
 
-    @property
-    def waits_hold_the_stream(self) -> bool:
-        return self._inner.waits_hold_the_stream
-
-    def decided(self, numbers: Tensor) -> list[bool]:
-        return self._inner.decided(numbers)
-
     def summed(self, tensor: Tensor, ranks: Ranks, name: str) -> Work:
         """Start to replace `tensor` by its sum, as `all_reduce` does, with the residual of that name."""
         return self._all_reduce(tensor, ranks, name=name) if len(ranks) > 1 else self.all_reduce(tensor, ranks)

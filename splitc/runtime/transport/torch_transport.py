@@ -118,13 +118,6 @@ class TorchTransport(Transport):
         group = self._new_group(self._ranks, within, backend="gloo")
         return TorchTransport(self.device, within, False, everyone=group, staged=self.staged)
 
-    def abandon(self) -> None:
-        atexit.unregister(self._close_at_exit)
-        for group in filter(None, self._groups.values()):
-            dist.destroy_process_group(group)
-        self._everyone, self._ways = None, []
-        self._groups.clear()
-
     def watch(self, training: Any = None) -> None:
         if self._everyone is not None or self.world == 1:
             return  # connections apart may be given up
@@ -151,8 +144,11 @@ class TorchTransport(Transport):
         atexit.unregister(self._close_at_exit)
         if self._watch is not None:
             self._watch.close()
-        for group in self._side_groups:
-            group.close()
+        for side in self._side_groups:
+            side.close()
+        is_apart = self._everyone is not None and dist.is_initialized()
+        for group in filter(None, self._groups.values() if is_apart else ()):
+            dist.destroy_process_group(group)
         self._everyone, self._ways = None, []
         self._groups.clear()  # else their threads may outlive the interpreter, which then aborts
         if self._owns_process_group and dist.is_initialized():
