@@ -90,8 +90,8 @@ def _imported(origin: str) -> Any:
         return resolve_name(origin)
     except Exception as error:
         raise LaunchError(
-            f"this build runs the user's own code, {origin}, which cannot be imported here "
-            f"({type(error).__name__}: {error}); put the folder of {origin.partition(':')[0].partition('.')[0]} into PYTHONPATH"
+            f"this build runs the user's own code, {origin}, which cannot be imported here ({type(error).__name__}: "
+            f"{error}); put the folder of {origin.partition(':')[0].partition('.')[0]} into PYTHONPATH"
         ) from error
 
 

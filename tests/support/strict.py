@@ -26,7 +26,7 @@ from torch import Tensor
 
 from splitc.runtime.transport import simulated
 from splitc.runtime.transport.base import AllOf, Message, Transport, Work, describe
-from splitc.runtime.transport.mailbox import Mailbox, Wait
+from splitc.runtime.transport.mailbox import Mailbox
 from splitc.runtime.transport.simulated import SimulatedTransport
 
 
@@ -209,7 +209,7 @@ class Queues:
         """What the members of a part have made of it, once they have met."""
         with self.mailbox._changed:
             what = f"{part.asked} over ranks {tuple(part.channel)}"
-            self.mailbox._wait(rank, Wait(lambda: part.met is not None, lambda: what))
+            self.mailbox._wait(rank, lambda: part.met is not None, lambda: what)
         assert part.met is not None
         return part.met[0]
 

@@ -34,8 +34,8 @@ from .feed import STEPS, evaluated, evaluation, found
 from .feed import Batches as batches
 from .history import History
 from .loader import load_rank, require_one_build
-from .losses import Losses as losses
 from .options import EVERY, add_options, check_options, use_checkpoints
+from .shown import Losses as losses
 from .shown import Shown as shown
 from .stopping import Stopped
 

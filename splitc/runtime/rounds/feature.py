@@ -1,4 +1,4 @@
-"""Where a rank is in its rounds of local updates, and what begins and ends them."""
+"""Rounds of local updates: what generated code calls in them, where a rank is, and what begins and ends one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,64 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor, nn
+
+from ..comm.role import Part
 from ..moments import Batch, Feature
 from ..spec import RankSpec, StepContext
-from .comm import RoundComm
-from .late import late_averages
+from ..weights import named_tensors
+from .averaging import Averages
+from .late import LateAverages, late_averages
+
+Buckets = Sequence[Sequence[str]]
+
+
+class RoundComm(Part):
+    """A role's exchanges with other units."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.averages = Averages(self.role)
+
+    def keep(self, stage: nn.Module, buckets: Buckets, fragments: Sequence[int] = (), **rule: Any) -> None:
+        """Keep the parameters that the outer optimizer is to update by the averaged change of the round.
+
+        fragments: of the buckets, where units may be late.  rule: lr, momentum and nesterov.
+        """
+        self.averages.keep(tensors := _tensors(stage, buckets), **rule)
+        if isinstance(self.averages, LateAverages):
+            self.averages.open(tensors, fragments)
+
+    def average(self, stage: nn.Module, buckets: Buckets, fragment: int = 0, optimizer: bool = False) -> None:
+        """Average parameters, and statistics of normalisations, over all units, weighted by their examples.
+
+        What travels arrives first; what was not trained since is not averaged again.
+        optimizer: the floating state of their optimizer too.
+        """
+        share, values = self.role.context.shares[fragment], _tensors(stage, buckets)
+        if optimizer:
+            states = ([self._floating_state(tensor) for tensor in bucket] for bucket in values)
+            values += [[value for found in bucket for value in found] for bucket in states]
+        self.averages.join([each for each in values if each], fragment, share)
+
+    def start_average(self, stage: nn.Module, buckets: Buckets, fragment: int = 0, mixing: float | None = None) -> None:
+        """Start to average a fragment, which `arrive` waits for some updates later."""
+        self.averages.start(_tensors(stage, buckets), fragment, self.role.context.shares[fragment], mixing)
+
+    def arrive(self, fragment: int) -> None:
+        """Wait for a fragment, and join it with what this rank trained meanwhile."""
+        self.averages.arrive(fragment)
+
+    def _floating_state(self, tensor: Tensor) -> list[Tensor]:
+        """The optimizer's state of a tensor but for counters."""
+        state = self.role.optimizer_state(tensor) if isinstance(tensor, nn.Parameter) else {}
+        found = (value for _, value in sorted(state.items(), key=lambda item: item[0]))
+        return [value for value in found if isinstance(value, Tensor) and value.shape == tensor.shape]
+
+
+def _tensors(stage: nn.Module, buckets: Buckets) -> list[list[Tensor]]:
+    tensors = named_tensors(stage)
+    return [[tensors[name] for name in names] for names in buckets]
 
 
 @dataclass

@@ -18,14 +18,6 @@ from .base import Deadlock, Mismatch, PeerLost, Ranks, describe
 
 
 @dataclass
-class Wait:
-    """What one rank waits for.  ready: whether it has come.  what: a description for messages."""
-
-    ready: Callable[[], bool]
-    what: Callable[[], str]
-
-
-@dataclass
 class PendingCollective:
     """One collective: the members' contributions, and the result once all have joined."""
 
@@ -52,7 +44,7 @@ class Mailbox:
         self._used: Counter[tuple[Any, ...]] = Counter()
         self._messages: dict[tuple[Any, ...], Tensor] = {}
         self._collectives: dict[tuple[Any, ...], PendingCollective] = {}
-        self._waiting: dict[int, Wait] = {}
+        self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}  # whether it has come, and what
         self._finished: set[int] = set()
 
     def put(self, rank: int, dst: int, tag: int, message: Tensor) -> None:
@@ -71,7 +63,7 @@ class Mailbox:
 
         def receive() -> Tensor:
             with self._changed:
-                self._wait(rank, Wait(lambda: key in self._messages, lambda: what))
+                self._wait(rank, lambda: key in self._messages, lambda: what)
                 return self._messages.pop(key)
 
         return receive
@@ -99,7 +91,7 @@ class Mailbox:
 
         def result() -> Any:
             with self._changed:
-                self._wait(rank, Wait(lambda: collective.complete, collective.missing))
+                self._wait(rank, lambda: collective.complete, collective.missing)
             return collective.result
 
         return result
@@ -140,21 +132,21 @@ class Mailbox:
         if self.error is not None:
             raise PeerLost(f"rank {rank} is released: {type(self.error).__name__}: {self.error}") from self.error
 
-    def _wait(self, rank: int, wait: Wait) -> None:
-        self._waiting[rank] = wait
+    def _wait(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        self._waiting[rank] = ready, what
         self._find_deadlock()
-        ready = self._changed.wait_for(lambda: self.error is not None or wait.ready(), self._timeout)
+        is_over = self._changed.wait_for(lambda: self.error is not None or ready(), self._timeout)
         del self._waiting[rank]
         self._check_alive(rank)
-        if not ready:
-            raise PeerLost(f"rank {rank} waited {self._timeout} s: {wait.what()}")
+        if not is_over:
+            raise PeerLost(f"rank {rank} waited {self._timeout} s: {what()}")
 
     def _find_deadlock(self) -> None:
         stuck = self._waiting and len(self._waiting) + len(self._finished) == self.world
-        if self.error is not None or not stuck or any(wait.ready() for wait in self._waiting.values()):
+        if self.error is not None or not stuck or any(ready() for ready, _ in self._waiting.values()):
             return
         lines = [
-            f"  rank {rank} " + (f"waits: {self._waiting[rank].what()}" if rank in self._waiting else "has finished")
+            f"  rank {rank} " + (f"waits: {self._waiting[rank][1]()}" if rank in self._waiting else "has finished")
             for rank in range(self.world)
         ]
         self.error = Deadlock("no rank can go on\n" + "\n".join(lines + self._not_received()))

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from splitc.runtime.launch.feed import evaluated
-from splitc.runtime.launch.losses import Losses
-from splitc.runtime.launch.shown import Shown
+from splitc.runtime.launch.shown import Losses, Shown
 from tests.support.launched import program
 
 
