@@ -152,6 +152,8 @@ class Training:
         Collective.
         Raises LaunchError when the batch does not fit; then nothing has been sent, and a right batch may follow.
         """
+        if self.live is not None:
+            self.live.begin(self.device.type == "cuda")
         batch = self._checked((*batch, named) if named else batch)
         position = self._steps % self._accumulate
         is_first, is_last = position == 0, position == self._accumulate - 1
@@ -186,6 +188,8 @@ class Training:
             feature.after_update((batch, context))
         if self._replicas is not None:
             self._replicas.after(self._steps)
+        if self.live is not None:
+            self.live.after()
         return loss
 
     def end_round(self) -> None:

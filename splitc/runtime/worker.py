@@ -28,16 +28,6 @@ if TYPE_CHECKING:
 class Worker(Training):
     """Trains one rank, evaluates, and saves its state; `Training` says how it is made and steps."""
 
-    def step(self, *batch: Any, **named: Any) -> Tensor:
-        if self.live is None:
-            return super().step(*batch, **named)
-        self.live.begin(self.device.type == "cuda")
-        loss = super().step(*batch, **named)
-        self.live.after()
-        return loss
-
-    step.__doc__ = Training.step.__doc__
-
     def evaluate(self, *batch: Any, **named: Any) -> Tensor:
         """The global loss of one batch in evaluation mode, forward only; buffers are the first replica's.  Collective.
 

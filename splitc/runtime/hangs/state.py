@@ -14,7 +14,7 @@ import torch
 from ..failed_step import of_build, written
 
 _RUNTIME = Path(__file__).parents[1]
-_WORKER = str(_RUNTIME / "worker.py")
+_WORKER = str(_RUNTIME / "worker.py"), str(_RUNTIME / "training.py")
 _PATHS = (sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 _NOT_OF_THE_USER = (*_PATHS, str(Path(torch.__file__).parent), str(_RUNTIME), "<frozen")
 
@@ -49,7 +49,7 @@ def where(thread: int, program: object) -> tuple[str, str, tuple[str, ...]]:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if of_build(program, frame):
             line = line or written(frame, at)
-        elif file == _WORKER and not name.startswith("_"):
+        elif file in _WORKER and not name.startswith("_"):
             doing = name
         elif not file.startswith(_NOT_OF_THE_USER):
             own.append(written(frame, at, function=True))

@@ -44,7 +44,7 @@ def seen(run: Callable[[Callable[..., None]], Any], program: object = None) -> t
 
 def test_the_method_of_the_worker_and_the_innermost_line_of_the_build_are_told() -> None:
     worker: dict[str, Any] = {}
-    exec(compile(WORKER, state._WORKER, "exec"), worker)
+    exec(compile(WORKER, state._WORKER[0], "exec"), worker)
     program = load_rank(BUILD, 0)
     doing, line, own = seen(lambda wait: program.step(worker["save"], wait), program)
     assert doing == "save"

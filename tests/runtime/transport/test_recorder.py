@@ -163,7 +163,7 @@ def test_clocks_of_one_host_begin_together_and_those_of_another_when_the_barrier
 
     first, second = origins()
     assert first == second
-    monkeypatch.setattr(machinery, "_host", lambda: threading.current_thread().name)
+    monkeypatch.setattr(machinery, "machine", lambda: threading.current_thread().name)
     first, second = origins()
     assert first != second and abs(first - second) < 5.0
 
