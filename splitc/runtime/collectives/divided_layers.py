@@ -71,7 +71,7 @@ class DividedLayers:
         weights = weights.to(torch.float32 if dtype.itemsize < 4 else dtype)
         place, own_weights = label - first, weights[first : first + width]
         terms = terms_of(place, own_weights if label_smoothing else None)
-        largest = self._group.maximum(terms[0])
+        largest = self._group.all_reduce_scalar(terms[0], maximum=True)
         parts = [terms[1] * (terms[0] - largest).exp()]
         parts.append((terms[2] - largest).where((place >= 0) & (place < width), 0))
         if label_smoothing:
@@ -88,7 +88,7 @@ class DividedLayers:
 
     def logsumexp(self, value: Tensor, *, features: int, keepdim: bool = False) -> Tensor:
         """`value.logsumexp(-1)` of rows of `features` of which each rank of the group has a part, (..., features/k)."""
-        largest = self._group.maximum(value.amax(-1, keepdim=True))
+        largest = self._group.all_reduce_scalar(value.amax(-1, keepdim=True), maximum=True)
         found = largest + self._sums((value - largest).exp().sum(-1, keepdim=True)).log()
         return found if keepdim else found.squeeze(-1)
 

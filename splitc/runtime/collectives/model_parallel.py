@@ -60,12 +60,8 @@ class Group:
         moved: Tensor = _Transition.apply(x, self, transition, extents, kind)  # type: ignore[no-untyped-call]
         return moved
 
-    def maximum(self, x: Tensor) -> Tensor:
-        """The largest of the members' `x`, element by element, without gradient."""
-        return self.all_reduce_scalar(x, maximum=True)
-
     def all_reduce_scalar(self, x: Tensor, maximum: bool = False) -> Tensor:
-        """The sum of the members' `x`, or the largest, detached."""
+        """The sum of the members' `x`, or the largest, element by element, detached."""
         total = x.detach().clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             self.transport.all_reduce(total, self.ranks, maximum=maximum).wait()

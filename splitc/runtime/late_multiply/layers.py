@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..collectives.deferred_gradients import add_linear_gradients, add_to_grad, rows_of, watched
+from ..collectives.model_parallel import Group
 from ..transport.base import Transport, Work, describe
 
 
@@ -35,11 +36,8 @@ class LateMultiply:
     """
 
     def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
-        self.ranks = tuple(ranks)
-        if transport.rank not in self.ranks:
-            raise ValueError(f"rank {transport.rank} is not one of the replicas {self.ranks}")
-        self.index = self.ranks.index(transport.rank)
-        self.transport = transport
+        group = Group(transport, ranks)
+        self.transport, self.ranks, self.index = transport, group.ranks, group.index
         self._awaited = 0  # uses whose errors are to come
         self._uses: list[_Use] = []  # those whose errors have come
         self._indices: list[_Use] = []  # what forward gave of them, in this microbatch

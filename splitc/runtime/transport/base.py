@@ -169,16 +169,11 @@ class Transport(ABC):
         Raises ValueError when their number, or the shape of this rank's own, does not fit.
         """
         self._check_group("all_gather", ranks)
-        if len(outputs) != len(ranks):
-            raise ValueError(f"all_gather into {len(outputs)} outputs from {len(ranks)} ranks")
-        own = outputs[ranks.index(self.rank)]
-        if describe(own) != describe(tensor):
-            raise ValueError(f"all_gather of {describe(tensor)}, but rank {self.rank}'s own output is {describe(own)}")
-        if len(ranks) == 1:
+        own, is_alone = self._own_part("all_gather", outputs, tensor, ranks)
+        if is_alone:
             own.detach().copy_(tensor.detach())
         self._count(Collective.ALL_GATHER, 0, tensor.nbytes, len(ranks))
-        alone = len(ranks) == 1 or not any(output.numel() for output in outputs)
-        return CompletedWork() if alone else self._all_gather(outputs, tensor, ranks)
+        return CompletedWork() if is_alone else self._all_gather(outputs, tensor, ranks)
 
     def reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: Ranks) -> Work:
         """Start to fill `output` with the sum over `ranks` of the pieces meant for this rank.
@@ -188,18 +183,11 @@ class Transport(ABC):
         Raises ValueError when the number of pieces, or the shape of this rank's own, does not fit.
         """
         self._check_group("reduce_scatter", ranks)
-        if len(pieces) != len(ranks):
-            raise ValueError(f"reduce_scatter of {len(pieces)} pieces to {len(ranks)} ranks")
-        own = pieces[ranks.index(self.rank)]
-        if describe(own) != describe(output):
-            raise ValueError(
-                f"reduce_scatter into {describe(output)}, but the piece for rank {self.rank} is {describe(own)}"
-            )
-        if len(ranks) == 1:
+        own, is_alone = self._own_part("reduce_scatter", pieces, output, ranks)
+        if is_alone:
             output.detach().copy_(own.detach())
         self._count(Collective.REDUCE_SCATTER, sum(piece.nbytes for piece in pieces), own.nbytes, len(ranks))
-        alone = len(ranks) == 1 or not any(piece.numel() for piece in pieces)
-        return CompletedWork() if alone else self._reduce_scatter(output, pieces, ranks)
+        return CompletedWork() if is_alone else self._reduce_scatter(output, pieces, ranks)
 
     def connect(self, groups: Iterable[Ranks]) -> None:
         """Create the communicators of the `groups` of all ranks.  Collective over all ranks, whatever groups they give.
@@ -286,6 +274,15 @@ class Transport(ABC):
     def _count(self, collective: Collective, nbytes: int, own: int, ranks: int = 2) -> None:
         """Add the whole bytes of an operation to those sent; rounding keeps the last digits of a division out."""
         self.sent_bytes += int(round(collective.sent(nbytes, own, ranks), 3))
+
+    def _own_part(self, what: str, parts: Sequence[Tensor], like: Tensor, ranks: Ranks) -> tuple[Tensor, bool]:
+        """This rank's of the parts, one for each rank, which is to be like a tensor; whether nothing travels."""
+        if len(parts) != len(ranks):
+            raise ValueError(f"{what} with {len(parts)} parts among {len(ranks)} ranks")
+        own = parts[ranks.index(self.rank)]
+        if describe(own) != describe(like):
+            raise ValueError(f"{what} of {describe(like)}, but rank {self.rank}'s own part is {describe(own)}")
+        return own, len(ranks) == 1 or not any(part.numel() for part in parts)
 
     def _check_peer(self, what: str, peer: int, tag: int) -> None:
         if peer == self.rank or not 0 <= peer < self.world:

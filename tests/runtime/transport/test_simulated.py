@@ -144,17 +144,17 @@ def test_a_group_that_is_unsorted_too_high_or_foreign_is_refused(ranks: tuple[in
 
 def test_all_gather_refuses_outputs_that_do_not_fit() -> None:
     x = torch.ones(2)
-    with pytest.raises(ValueError, match="into 1 outputs from 2 ranks"):
+    with pytest.raises(ValueError, match="all_gather with 1 parts among 2 ranks"):
         run_ranks(2, lambda t: t.all_gather([x], x, (0, 1)))
-    with pytest.raises(ValueError, match=r"own output is \(3,\) float32"):
+    with pytest.raises(ValueError, match=r"own part is \(3,\) float32"):
         each_rank(lambda t: t.all_gather([torch.ones(3), x], x, (0, 1)), idle)
 
 
 def test_reduce_scatter_refuses_pieces_that_do_not_fit() -> None:
     x = torch.ones(2)
-    with pytest.raises(ValueError, match="of 1 pieces to 2 ranks"):
+    with pytest.raises(ValueError, match="reduce_scatter with 1 parts among 2 ranks"):
         run_ranks(2, lambda t: t.reduce_scatter(x, [x], (0, 1)))
-    with pytest.raises(ValueError, match=r"into \(3,\) float32, but the piece for rank 0 is \(2,\) float32"):
+    with pytest.raises(ValueError, match=r"of \(3,\) float32, but rank 0's own part is \(2,\) float32"):
         each_rank(lambda t: t.reduce_scatter(torch.ones(3), [x, x], (0, 1)), idle)
 
 
