@@ -93,9 +93,7 @@ class Live:
         self._made, self._judged = 0, -_TRIES  # steps: so far, and up to the post that is to be judged
         self._steps: list[tuple[float, float]] = []  # since the last post: seconds, and those computing
         self._since, self._by = time.monotonic(), defaultdict[Ends, float](float)  # the last post, and by ends since
-        self._begun: tuple[float, float, dict[Ends, float]] | None = (
-            None  # when a step did, and what was waited by then
-        )
+        self._begun: tuple[float, float, dict[Ends, float]] | None = None  # when a step did; what was waited by then
         self._shown, self._noise, self._was = 0.0, 0.0, list[Posted]()
         self._changes = False
         self._noted, self._medians = False, list[float]()

@@ -112,14 +112,8 @@ def fingerprint(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """One number of the bits of tensors, int64 on `device`, without a read by the host."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for k, tensor in enumerate(tensors):
-        flat = (
-            (tensor.coalesce().values() if tensor.is_sparse else tensor)
-            .detach()
-            .resolve_conj()
-            .resolve_neg()
-            .contiguous()
-            .reshape(-1)
-        )
+        values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+        flat = values.resolve_conj().resolve_neg().contiguous().reshape(-1)
         words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
         size = max(1, min(words.numel(), _PART))
         weights = torch.arange(1, 2 * size, 2, dtype=torch.int32, device=words.device)

@@ -125,10 +125,8 @@ def _optimizer_state(
         if (like := saved.like(full)) is None:  # without elements
             yield key, torch.zeros_like(parameter)
             continue
-        divided, device = (
-            like.shape == whole and parameter.dim() > 0,
-            device_of_state(group, parameter, key, like.dim(), value),
-        )
+        divided = like.shape == whole and parameter.dim() > 0
+        device = device_of_state(group, parameter, key, like.dim(), value)
         tensor = torch.empty_like(parameter if divided else like, dtype=like.dtype, device=device)
         if tensor.numel():
             saved.read({full: own.piece(name, tensor) if divided else Piece(tensor)})

@@ -72,10 +72,8 @@ class Role:
         self.rank, self.spec, self.messages, self.transport = rank, spec, messages, transport
         self.members, self.examples_of = spec.group or (transport.rank,), examples_of
         self.update, self.deferred = update, deferred
-        self.group, self.replicas = (
-            Group(transport, self.members, deferred, self.carrying),
-            Group(transport, spec.replicas),
-        )
+        self.group = Group(transport, self.members, deferred, self.carrying)
+        self.replicas = Group(transport, spec.replicas)
         self.everyone = Group(transport, spec.ranks or spec.replicas)
         self.optimizer_state: Callable[[nn.Parameter], MutableMapping[str, Any]] = lambda parameter: {}
         self.context = StepContext(rank.batch_offsets, rank.batch_offsets)

@@ -181,11 +181,8 @@ class Subnets:
             for k in others:
                 sent[k] = torch.cat([empty, *(pick(tensors[key], at) for key in keys for at in outgoing(key, k))])
                 buffers[k] = empty.new_empty(sum(numel_of(tensors[key], incoming(key, k)) for key in keys))
-            work = self._transport.exchange(
-                [(values, self._ranks[k]) for k, values in sent.items()],
-                [(values, self._ranks[k]) for k, values in buffers.items()],
-                self._ranks,
-            )
+            sends, receives = ([(x, self._ranks[k]) for k, x in each.items()] for each in (sent, buffers))
+            work = self._transport.exchange(sends, receives, self._ranks)
             begun.append(_Arriving(work, keys, buffers, incoming))
         return begun
 

@@ -161,16 +161,11 @@ def report(ranks: Sequence[Sequence[Step]], examples: Sequence[int], about: dict
     ranks: by rank, all its steps.  examples: by step, those of its global batch.
     """
     steps = [list(step) for step in zip(*ranks, strict=True)]
-    measured = [
-        {
-            "examples": examples[k],
-            "phases": [
-                {**asdict(each), "between": steps[k][each.rank].begin - steps[k - 1][each.rank].end}
-                for each in phases(steps[k])
-            ],
-        }
-        for k in range(WARM_UP, len(steps))
-    ]
+    measured = []
+    for k in range(WARM_UP, len(steps)):
+        own, begun, ended = phases(steps[k]), steps[k], steps[k - 1]
+        told = [{**asdict(each), "between": begun[each.rank].begin - ended[each.rank].end} for each in own]
+        measured.append({"examples": examples[k], "phases": told})
     spans = [
         span
         for step in steps[max(WARM_UP, len(steps) - TRACED) :]

@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Sequence
 from functools import reduce
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -90,13 +91,8 @@ class SimulatedTransport(Transport):
         return AllOf([], lambda: tensor.detach().copy_(result()))
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: Ranks) -> Work:
-        result = self._mailbox.join(
-            self.rank,
-            ranks,
-            f"broadcast {describe(tensor)} from rank {src}",
-            _snapshot(tensor) if self.rank == src else None,
-            lambda contributions: contributions[ranks.index(src)],
-        )
+        asked, own = f"broadcast {describe(tensor)} from rank {src}", _snapshot(tensor) if self.rank == src else None
+        result = self._mailbox.join(self.rank, ranks, asked, own, itemgetter(ranks.index(src)))
         return AllOf([], result if self.rank == src else lambda: tensor.detach().copy_(result()))
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: Ranks) -> Work:
@@ -109,13 +105,11 @@ class SimulatedTransport(Transport):
         return AllOf([], fill)
 
     def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: Ranks) -> Work:
-        result = self._mailbox.join(
-            self.rank,
-            ranks,
-            f"reduce_scatter {describe_all(pieces)}",
-            [_snapshot(piece) for piece in pieces],
-            lambda pieces: [_sum(list(parts)) for parts in zip(*pieces, strict=True)],
-        )
+        def summed(every: list[list[Tensor]]) -> list[Tensor]:
+            return [_sum(list(parts)) for parts in zip(*every, strict=True)]
+
+        asked, own = f"reduce_scatter {describe_all(pieces)}", list(map(_snapshot, pieces))
+        result = self._mailbox.join(self.rank, ranks, asked, own, summed)
         return AllOf([], lambda: output.detach().copy_(result()[ranks.index(self.rank)]))
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
