@@ -195,15 +195,10 @@ def _signal(processes: Sequence[int], number: int) -> None:
 
 
 def _descendants(ancestor: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for pid, (parent, _) in _processes().items():
-        children.setdefault(parent, []).append(pid)
-    found, todo = [], [ancestor]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
+    table, found = _processes(), [ancestor]
+    for above in found:  # which grows meanwhile
+        found += [pid for pid, (parent, _) in table.items() if parent == above]
+    return found[1:]
 
 
 def _alive(ranks: Sequence[int]) -> list[int]:

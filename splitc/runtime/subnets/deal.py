@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from ..collectives.model_parallel import feature_widths
 from ..spec import Neurons
@@ -23,11 +24,8 @@ def deal(seed: int, round: int, layer: str, neurons: int, ranks: int) -> Dealt:
     """The neurons of `layer` that each of `ranks` has in a round: every one of them on one rank."""
     order = list(range(neurons))
     random.Random(f"{seed} {round} {layer}").shuffle(order)
-    dealt, first = [], 0
-    for width in feature_widths(neurons, ranks):
-        dealt.append(tuple(sorted(order[first : first + width])))
-        first += width
-    return tuple(dealt)
+    bounds = accumulate(feature_widths(neurons, ranks), initial=0)
+    return tuple(tuple(sorted(order[first:last])) for first, last in pairwise(bounds))
 
 
 def indices(seed: int, round: int, runs: Sequence[Neurons], rank: int, ranks: int) -> list[int]:
