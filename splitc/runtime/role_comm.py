@@ -20,11 +20,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .collectives.divided_layers import DividedLayers
-from .comm.cuts import CutComm
-from .comm.gradients import GradientComm
-from .comm.groups import GroupComm
-from .comm.losses import LossComm
 from .comm.role import Examples, Part, Role
+from .comm.sums import GradientComm, LossComm
+from .comm.values import CutComm, GroupComm
 from .features import FEATURES
 from .seeded.comm import SeededComm
 

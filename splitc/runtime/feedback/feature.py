@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..comm.gradients import GradientComm
+from ..comm.sums import GradientComm
 from ..moments import Feature
 from ..spec import RankSpec
 from ..transport.formats import FORMATS
