@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..collectives.in_order import InOrder
+from ..collectives.gradients import InOrder
 from ..memory_format import flat, shaped
 from ..spec import Bucket, Served, Shard
 from ..transport.base import AllOf, Transport
