@@ -73,7 +73,7 @@ class Subnetworks(Feature):
 
     def end(self, context: StepContext, waiting: int) -> None:
         subnets = (each for part in self.training.parts(SubnetComm) for each in part.subnets.values())
-        if waiting and any(each.holds_slices for each in subnets):
+        if waiting and any(each.owned for each in subnets):
             raise LaunchError(
                 f"{waiting} accumulated batches wait for their update, and a round of subnets that ends now would lose "
                 f"their gradients; save, load and evaluate after an update"
@@ -97,10 +97,10 @@ class Subnetworks(Feature):
             norm.running_var.copy_(spread / (number - 1).clamp(min=1))  # unbiased, as in training
 
     def forget(self) -> None:
-        """Forget what was fetched ahead."""
+        """Forget what was fetched ahead, since the shards change."""
         for part in self.training.parts(SubnetComm):
             for subnets in part.subnets.values():
-                subnets.forget_ahead()
+                subnets.ahead = None
 
 
 def require_zero_start(factory: OptimizerFactory, whole: Whole, named: Named) -> None:

@@ -48,6 +48,7 @@ class Subnets:
 
     dealt: tensor -> its dealt dims.  shards: tensor -> the part that this rank owns.  ranks: those that share them.
     state: gives the optimizer's state of a parameter.
+    owned: its shards, while the stage has slices.  ahead: what was fetched for the next round.
     """
 
     def __init__(
@@ -64,18 +65,18 @@ class Subnets:
         self._dealt, self._dims = dealt, {name: shards[name].dim for name in dealt}
         named = dict(stage.named_parameters(remove_duplicate=False))
         self._parameters = {name: named[name] for name in dealt if name in named}
-        self._owned: dict[_Key, Tensor] = {}
+        self.owned: dict[_Key, Tensor] = {}
         self._statistics: dict[str, Tensor] = {}
         self._slices = Slices({}, {}, 0, 0, 0)
-        self._ahead: tuple[Slices, list[_Arriving]] | None = None
+        self.ahead: tuple[Slices, list[_Arriving]] | None = None
 
     def gather(self, seed: int, number: int) -> None:
         """Give the stage this rank's slices in round `number`; its shards are kept for the time after it."""
-        before, (ahead, arriving) = self._slices, self._ahead or (None, [])
+        before, (ahead, arriving) = self._slices, self.ahead or (None, [])
         if ahead is None or ahead.round != (seed, number):
             ahead, arriving = None, []
         new = self._slices = ahead or self._dealt_in(seed, number)
-        owned = self._owned = self._held()
+        owned = self.owned = self._held()
         slices = {key: t.new_empty(new.shape(key.name, t, self._own)) for key, t in owned.items()}
         fetched = {key for each in arriving for key in each.keys}
 
@@ -89,33 +90,24 @@ class Subnets:
         for each in arriving:
             self._receive(each, slices)
         self._hold(slices)
-        self._ahead = None
+        self.ahead = None
         self._statistics = {name: self._stage.get_buffer(name) for name in self._dealt.keys() - self._parameters.keys()}
         for name, shard in self._statistics.items():  # of this rank's examples and neurons alone: nothing reads them
             _set_buffer(self._stage, name, shard.new_zeros(new.shape(name, shard, self._own)))
-
-    @property
-    def holds_slices(self) -> bool:
-        """Whether the stage has slices now."""
-        return bool(self._owned)
 
     def fetch_ahead(self, seed: int, number: int) -> None:
         """Start to gather what the slices of round `number` have that no rank trains in the present one."""
         new, now = self._dealt_in(seed, number), self._slices
         idle = partial(new.blocks, before=now, idle=True)
-        self._ahead = new, self._send(self._owned, lambda key, owner, rank: idle(key.name, owner, rank))
-
-    def forget_ahead(self) -> None:
-        """Forget what was fetched ahead, since the shards change.  On every rank."""
-        self._ahead = None
+        self.ahead = new, self._send(self.owned, lambda key, owner, rank: idle(key.name, owner, rank))
 
     def give_back(self, share: float) -> None:
         """Return the slices to the ranks that own them, and give the stage its shards again.
 
         share: this rank's weight in the mean of what all ranks have, as a layer's inputs that are no neurons.
         """
-        slices, owned, now = self._held(), self._owned, self._slices
-        for each in self._ahead[1] if self._ahead else ():
+        slices, owned, now = self._held(), self.owned, self._slices
+        for each in self.ahead[1] if self.ahead else ():
             each.work.wait()
         for key, tensor in slices.items():
             if key not in owned:  # state that the optimizer made in this round: zero where nothing was trained
@@ -133,7 +125,7 @@ class Subnets:
         self._hold(owned)
         for name, shard in self._statistics.items():
             _set_buffer(self._stage, name, shard)
-        self._owned = {}
+        self.owned = {}
 
     # -- what the stage holds ------------------------------------------------------------------------------------------
 
