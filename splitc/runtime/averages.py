@@ -1,7 +1,5 @@
 """Exponential moving averages of the parameters that a rank updates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

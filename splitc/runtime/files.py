@@ -1,7 +1,5 @@
 """The whole model's state in one file."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Mapping

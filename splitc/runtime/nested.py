@@ -1,7 +1,5 @@
 """Take nested batches apart, and make them again of other tensors: dicts, lists, tuples, dataclasses, objects."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import namedtuple

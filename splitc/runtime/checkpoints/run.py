@@ -1,7 +1,5 @@
 """Save and resume the run of a worker."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re
