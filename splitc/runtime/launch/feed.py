@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import closing, nullcontext
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -64,10 +65,8 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         made, worker, every = self._worker.steps, self._worker, self._copies[0]
         if made >= len(self) and worker.rank.index == 0:
-            text = (
-                f"nothing to train: {made} steps were made before, and --steps or --epochs asks for {len(self)} in all"
-            )
-            print(text, flush=True)
+            asked = f"--steps or --epochs asks for {len(self)} in all"
+            print(f"nothing to train: {made} steps were made before, and {asked}", flush=True)
         source: Iterator[tuple[Tensor, ...]]
         if self._loader is not None:  # which stands where the checkpoint was made
             source = chain.from_iterable(repeat(self._loader))
@@ -80,7 +79,7 @@ class Batches:
         stopping = Stopping(transport, made) if isinstance(transport, TorchTransport) else None
         if every and not made and len(self):
             worker.save(self._args.checkpoints, asynchronous=True)  # of the run that copies are of
-        try:
+        with closing(stopping) if stopping is not None else nullcontext():
             for step in range(made, len(self)):
                 if every and step > made and step % every == 0:
                     worker.neighbour_copy(self._copies[1])
@@ -88,15 +87,10 @@ class Batches:
                     stopping.before(step + 1, worker.cycle)
                 if self._history is not None:
                     self._history.at(step + 1)
-                try:
-                    batch = next(source)
-                except StopIteration:
+                if (batch := next(source, None)) is None:
                     rank = worker.rank.index
-                    raise LaunchError(f"the data of rank {rank} ended after {step} of {len(self)} steps") from None
+                    raise LaunchError(f"the data of rank {rank} ended after {step} of {len(self)} steps")
                 yield batch
-        finally:
-            if stopping is not None:
-                stopping.close()
 
 
 def evaluation(worker: Worker, args: argparse.Namespace) -> Loader | None:

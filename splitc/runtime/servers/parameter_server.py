@@ -122,15 +122,13 @@ class Server:
 
     def reduce_all(self, served: Served, workers: Mapping[str, Sequence[int]]) -> None:
         """Sum the workers' gradients; while one bucket is summed only the next one is being received."""
-        before: list[Arriving] = []
+        before = AllOf([])
         for role in reversed(list(served)):
             for bucket in served[role]:
-                arriving = [self.receive(message, workers[role]) for message in self._messages_of(bucket)]
-                for each in before:
-                    each.wait()
+                arriving = AllOf([self.receive(message, workers[role]) for message in self._messages_of(bucket)])
+                before.wait()
                 before = arriving
-        for each in before:
-            each.wait()
+        before.wait()
 
     def _messages_of(self, bucket: Bucket) -> list[Message]:
         """This server's messages of a bucket."""
@@ -181,8 +179,7 @@ class ServedBuckets:
 
     def finish(self) -> None:
         """Finish the sums of the rows that this rank serves."""
-        for each in self._sums:
-            each.wait()
+        AllOf(self._sums).wait()
         self._sums = []
 
     def _push(self, bucket: int) -> None:

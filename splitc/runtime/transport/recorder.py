@@ -31,8 +31,8 @@ from ..clocks import Clock, StreamClock
 from .base import CompletedWork, Message, Ranks, Transport, Work
 from .devices import machine
 
-Route = tuple[int, int, int]
-"""Peer, tag and bytes of a message."""
+Routes = tuple[tuple[int, int, int], ...]
+"""Peer, tag and bytes of messages."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Operation:
     completed: float
     nbytes: int
     ranks: Ranks = ()
-    sends: tuple[Route, ...] = ()
-    receives: tuple[Route, ...] = ()
+    sends: Routes = ()
+    receives: Routes = ()
     waits: tuple[tuple[float, float], ...] = ()
 
 
@@ -177,12 +177,7 @@ class Recorder(Forwarding):
         return self._record("message", start, sends=leaving, receives=arriving)
 
     def _record(
-        self,
-        kind: str,
-        start: Callable[[], Work],
-        ranks: Ranks = (),
-        sends: tuple[Route, ...] = (),
-        receives: tuple[Route, ...] = (),
+        self, kind: str, start: Callable[[], Work], ranks: Ranks = (), sends: Routes = (), receives: Routes = ()
     ) -> Work:
         nbytes, self._counted = self.sent_bytes - self._counted, self.sent_bytes
         if self._issued is None:
