@@ -15,7 +15,7 @@ from .rank import Rank
 from .spec import Shard
 from .transport.agreement import agreed
 from .weights import build, named_tensors, part_of
-from .whole_state import gather_holders, gather_state
+from .whole_state import Room, gather_holders, gather_state
 
 Weights = Mapping[str, Tensor]
 
@@ -179,7 +179,7 @@ class StageState:
         names = [*(name for name, _ in self.trained), *(name for name, _ in self.stage.named_buffers())]
         return {name: tuple(sorted(every[self.first_name(name), self.shards.get(name)])) for name in names}
 
-    def gather(self, room: Callable[[dict[str, Tensor]], Any]) -> Any:
+    def gather(self, room: Room) -> Any:
         """The whole model's state under its own keys on rank 0, in `room`; None elsewhere.  Collective."""
         first, state = self.first_names, self.stage.state_dict()
         counted = {key: part_of(tensor, self._own_rows.get(key)) for key, tensor in state.items() if key in first}

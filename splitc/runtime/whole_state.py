@@ -22,6 +22,7 @@ Holders = dict[str, dict[Shard | None, tuple[int, ...]]]
 """Tensor -> shard, or None for the whole -> the ranks that hold it, the lowest first."""
 
 
+Room = Callable[[dict[str, Tensor]], Any]
 Parts = Mapping[str, tuple[Tensor, Shard | None]]
 """The tensors that a rank holds, as meta tensors, and of which part of the whole each is."""
 
@@ -44,19 +45,14 @@ def in_memory(likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: made[like] for name, like in likes.items()}
 
 
-def gather_state(
-    transport: Transport,
-    tensors: Mapping[str, Tensor],
-    shards: Mapping[str, Shard] | None = None,
-    room: Callable[[dict[str, Tensor]], Any] = in_memory,
-) -> Any:
+def gather_state(transport: Transport, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard], room: Room) -> Any:
     """Gather all ranks' `tensors` by name, as copies on rank 0's CPU; returns None on the others.  Collective.
 
     shards: tensor -> the part of it that this rank contributes.  Where several ranks contribute the same, the lowest
-    one's is taken.  room: gives, for meta tensors of the wholes, those to copy the parts into; `in_memory` by default.
+    one's is taken.  room: gives, for meta tensors of the wholes, those to copy the parts into.
     Raises LaunchError, on every rank, where that fails.
     """
-    likes = {name: (like, (shards or {}).get(name)) for name, like in _shapes(tensors).items()}
+    likes = {name: (like, shards.get(name)) for name, like in _shapes(tensors).items()}
     tables: list[Parts] = transport.gather_objects(likes) or []
     made: Any = attempted(transport, "the state was not gathered", lambda: room(wholes(tables)) if tables else None)
     for rank, table in reversed(list(enumerate(tables))):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from splitc.errors import LaunchError
 from splitc.runtime.spec import Shard
 from splitc.runtime.transport.base import Transport
-from splitc.runtime.whole_state import broadcast_state, gather_holders, gather_state
+from splitc.runtime.whole_state import broadcast_state, gather_holders, gather_state, in_memory
 from tests.support.ranks import on_ranks
 from tests.support.sampling import along, in_one
 
@@ -25,7 +25,7 @@ def test_gathered_tensors_keep_their_dtypes_and_are_copies_on_rank_0() -> None:
 
     def run(transport: Transport) -> dict[str, Tensor] | None:
         own = {name: given[name] for k, name in enumerate(given) if k % 3 == transport.rank}
-        return gather_state(transport, own)
+        return gather_state(transport, own, {}, in_memory)
 
     whole, *others = on_ranks(3, run)
     assert others == [None, None]
@@ -37,7 +37,7 @@ def test_gathered_tensors_keep_their_dtypes_and_are_copies_on_rank_0() -> None:
 
 
 def test_where_two_ranks_give_a_name_the_lower_rank_counts() -> None:
-    whole, *_ = on_ranks(3, lambda t: gather_state(t, {"x": torch.tensor(t.rank)} if t.rank else {}))
+    whole, *_ = on_ranks(3, lambda t: gather_state(t, {"x": torch.tensor(t.rank)} if t.rank else {}, {}, in_memory))
     assert whole == {"x": torch.tensor(1)}
 
 
@@ -153,7 +153,7 @@ def test_parts_are_put_together_beside_whole_tensors(shares: list[Shard], dtype:
     def run(transport: Transport) -> dict[str, Tensor] | None:
         share = shares[transport.rank]
         own = {"first": plain, "parts": own_part(whole, share)} if transport.rank else {"parts": own_part(whole, share)}
-        return gather_state(transport, own, {"parts": share, "elsewhere": Shard(0, 0, 1)})
+        return gather_state(transport, own, {"parts": share, "elsewhere": Shard(0, 0, 1)}, in_memory)
 
     state, *others = on_ranks(3, run)
     assert others == [None, None] and state is not None
@@ -186,7 +186,7 @@ def test_of_a_state_every_rank_takes_its_part(shares: list[Shard]) -> None:
         assert torch.equal(stage.weight, part) and torch.equal(stage.bias, whole["bias"])
         assert stage.scale == 3.0
         assert all(a is b and a.is_leaf for a, b in zip(parameters, stage.parameters(), strict=True))
-        again = gather_state(transport, stage.state_dict(), {"weight": share})
+        again = gather_state(transport, stage.state_dict(), {"weight": share}, in_memory)
         assert again is None or all(torch.equal(again[name], tensor) for name, tensor in whole.items())
         return left
 

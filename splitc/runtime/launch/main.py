@@ -44,13 +44,8 @@ def main(train: Callable[[argparse.Namespace], None], world: int) -> None:
     """Call `train` with the options of the command line; print its error and end this process when it fails."""
     parser = argparse.ArgumentParser(prog="launch.py", description=f"Train this build on {world} ranks of torchrun.")
     add_options(parser)
-    parser.add_argument(
-        "--measure",
-        metavar="FILE",
-        type=Path,
-        help=f"record every step's phases after {WARM_UP} of warm-up, and write them there as JSON; without --data one "
-        "batch is used again and again",
-    )
+    phases = f"record every step's phases after {WARM_UP} of warm-up, and write them there as JSON; without --data one "
+    parser.add_argument("--measure", metavar="FILE", type=Path, help=f"{phases}batch is used again and again")
     args = parser.parse_args()
     guarded(is_rank)
     guarded(lambda: use_checkpoints(args, number("TORCHELASTIC_MAX_RESTARTS") or was_restarted()))

@@ -41,11 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=positive, metavar="N", help="training steps in all (default 10)")
     length.add_argument("--epochs", type=positive, metavar="N", help="in place of --steps: passes over a Dataset")
-    add(
-        "--data",
-        metavar="MODULE:FUNCTION",
-        help="of the worker: gives a Dataset, or this rank's batches; synthetic batches without it",
-    )
+    data = "of the worker: gives a Dataset, or this rank's batches; synthetic batches without it"
+    add("--data", metavar="MODULE:FUNCTION", help=data)
     add("--eval-data", metavar="MODULE:FUNCTION", help="of the worker: gives a Dataset to evaluate on")
     add("--eval-every", type=positive, metavar="N", help="evaluate every N steps; the last is evaluated in any case")
     add("--accuracy", action="store_true", help="evaluate also which part of the classes is predicted right")
@@ -59,12 +56,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), help="default: the GPUs, where torch sees any")
     add("--save", type=Path, metavar="FILE", help="write the trained model's state_dict there")
     add("--save-every", type=positive, metavar="N", help="write a checkpoint every N steps, and after the last")
-    add(
-        "--checkpoints",
-        type=Path,
-        metavar="FOLDER",
-        help=f"default: checkpoints; without --save-every each {EVERY} steps",
-    )
+    there = f"default: checkpoints; without --save-every each {EVERY} steps"
+    add("--checkpoints", type=Path, metavar="FOLDER", help=there)
     copied = "a lost rank or host costs K steps at most: a checkpoint every K/2 in memory of each host and of the next"
     add("--neighbour-copy", type=positive, metavar="K", help=copied)
     finite = "what a loss or gradient that is not finite does: end the run, or leave its update out"
