@@ -20,14 +20,12 @@ from .stage_state import StageState
 class Evaluation:
     """Evaluates batches on a rank's stage.
 
-    run, predict: the generated functions.  alike: whether all holders of a buffer have the first one's; evaluation
+    program: the generated module.  alike: whether all holders of a buffer have the first one's; evaluation
     leaves them so, unless a rank runs own code that has buffers.  Constructing it is collective.
     """
 
-    def __init__(
-        self, rank: Rank, state: StageState, run: Callable[..., Tensor], predict: Callable[..., Any] | None
-    ) -> None:
-        self._rank, self._state, self._run, self._predict = rank, state, run, predict
+    def __init__(self, rank: Rank, state: StageState, program: Any) -> None:
+        self._rank, self._state, self._program = rank, state, program
         self.alike = False
         self._buffers_stay = not any(rank.transport.all_gather_objects(has_own_buffers(state.stage)))
 
@@ -36,7 +34,8 @@ class Evaluation:
         stage = self._state.stage
         with evaluating(stage), torch.no_grad(), self._rank.step(context) as comms:
             self._share_buffers()
-            return self._run(*comms, stage, *self._rank.on_device(batch))
+            loss: Tensor = self._program.evaluate(*comms, stage, *self._rank.on_device(batch))
+            return loss
 
     def loss_anew(self, batch: tuple[Tensor, ...], context: StepContext) -> Tensor:
         """The loss of a batch of a sample, between which buffers are computed anew."""
@@ -49,9 +48,9 @@ class Evaluation:
         """The generated `predict`.  Raises LaunchError where the model's output could not be compiled."""
         if why := self._rank.spec.no_outputs:
             raise LaunchError(f"the model's output cannot be predicted: {why}")
-        if self._predict is None:
+        if (predict := getattr(self._program, "predict", None)) is None:
             raise LaunchError("this build was written before there was worker.predict; compile the model again")
-        return self._predict
+        return predict  # type: ignore[no-any-return]
 
     def output(self, batch: tuple[Tensor, ...], context: StepContext) -> Any:
         """What the model returns for this rank's examples; None where it reads no data.  Collective."""

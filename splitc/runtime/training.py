@@ -93,7 +93,7 @@ class Training:
         self._sizes: tuple[int, ...] | None = None
         self._is_tail = False  # whether a loader gave them, which may leave ranks without examples
         self.batch_offsets: tuple[int, ...] = program.rank.batch_offsets
-        self._evaluation = Evaluation(self.rank, self._state, program.evaluate, getattr(program, "predict", None))
+        self._evaluation = Evaluation(self.rank, self._state, program)
         rank, loss = self.rank, self._evaluation.loss_anew
         own = moments.Training(program, rank.spec, self.stage, rank.parts, rank.step, loss)
         self._features = [feature(own) for feature in FEATURES if feature.concerns(rank.spec)]

@@ -82,12 +82,11 @@ class ServerComm(Part):
 
     def _server(self, stage: nn.Module) -> Server:
         parameters = {**dict(stage.named_parameters(remove_duplicate=False)), **self.updated(stage)}
-        return Server(self.role.messages, parameters, self.role.carrying)
+        return Server(self.role, parameters)
 
     def _buckets_of(self, stage: nn.Module, buckets: Sequence[Bucket]) -> ServedBuckets:
         if stage not in self.buckets:
-            workers, server = self.role.spec.replicas, self._server(stage)
-            self.buckets[stage] = ServedBuckets(self.role.messages, stage, buckets, workers, server)
+            self.buckets[stage] = ServedBuckets(self.role, stage, buckets, self._server(stage))
         return self.buckets[stage]
 
 

@@ -10,7 +10,7 @@ workers' gradients when it pushes; its optimizer's parameters are views of these
 All ranks go through the messages in one order: by bucket, then by rows, then by worker.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import TypeVar
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives.gradients import InOrder
+from ..comm.role import Role
 from ..memory_format import flat, shaped
 from ..spec import Bucket, Served, Shard
 from ..transport.base import AllOf, Transport
-from ..transport.messages import Arriving, Messages
+from ..transport.messages import Arriving
 from ..transport.short import Short, decoded
 from ..weights import part_of
 
@@ -76,14 +77,12 @@ def served_parameters(stage: nn.Module, rows: Mapping[str, Shard]) -> dict[str, 
 class Server:
     """The server's side.  parameters: its rows of every parameter that it holds; sums are left in their `.grad`.
 
-    carrying: gives the transport of gradients, which may be `Short`; parameters travel as they are.
+    The transport of gradients may be `Short`; parameters travel as they are.
     """
 
-    def __init__(
-        self, messages: Messages, parameters: Mapping[str, nn.Parameter], carrying: Callable[[str], Transport]
-    ) -> None:
-        self._messages, self._parameters, self.carrying = messages, parameters, carrying
-        self._rank = messages.transport.rank
+    def __init__(self, role: Role, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._role, self._messages, self._rank = role, role.messages, role.transport.rank
+        self._parameters = parameters
 
     def send(self, message: Message, workers: Sequence[int]) -> None:
         """Send its rows to the workers; they must not change before the step's end."""
@@ -97,7 +96,7 @@ class Server:
 
         local: this rank's own, where it is a worker too.
         """
-        rows, by = [self._parameters[piece.name] for piece in message], self.carrying("gradients")
+        rows, by = [self._parameters[piece.name] for piece in message], self._role.carrying("gradients")
         parts = [local if local is not None and worker == self._rank else _arriving(by, rows) for worker in workers]
         assert local is not None or self._rank not in workers, "a server on a worker's rank receives while it pushes"
         receives = ((part, worker) for part, worker in zip(parts, workers, strict=True) if worker != self._rank)
@@ -139,7 +138,7 @@ class Server:
 class ServedBuckets:
     """The worker's side: the served buckets of one stage.
 
-    workers: all workers, in rank order.  server: this rank's side as a server, if it is one too.
+    server: this rank's side as a server, if it is one too.
     in_order: pushes them strictly in their order.
 
     After a push `.grad` is None: the gradient is the server's.  A gradient that backward did not reach counts as -0.0,
@@ -147,11 +146,9 @@ class ServedBuckets:
     leaves out, as an optimizer in one process, what no worker reached.
     """
 
-    def __init__(
-        self, messages: Messages, stage: nn.Module, buckets: Sequence[Bucket], workers: Sequence[int], server: Server
-    ) -> None:
-        self._messages, self._workers, self._server = messages, workers, server
-        self._rank = messages.transport.rank
+    def __init__(self, role: Role, stage: nn.Module, buckets: Sequence[Bucket], server: Server) -> None:
+        self._role, self._messages, self._rank = role, role.messages, role.transport.rank
+        self._workers, self._server = role.spec.replicas, server
         self._parameters = dict(stage.named_parameters(remove_duplicate=False))
         self._buckets = [coalesce(_pieces(bucket, self._parameters)) for bucket in buckets]
         self._bucket_parameters = [[self._parameters[name] for name in bucket] for bucket in buckets]
@@ -189,7 +186,7 @@ class ServedBuckets:
                 local = packed.clone() if len(message) == 1 else packed
                 self._sums.append(self._server.receive(message, self._workers, local))
             else:
-                leaving = _leaving(self._server.carrying("gradients"), packed, message, self._parameters)
+                leaving = _leaving(self._role.carrying("gradients"), packed, message, self._parameters)
                 self._messages.send(leaving, message[0].server)
         for parameter in self._bucket_parameters[bucket]:
             parameter.grad = None

@@ -27,11 +27,9 @@ class SubnetComm(Part):
 
     def deal(self, stage: nn.Module, dealt: Mapping[str, DealtDims]) -> None:
         """Gather this rank's slices of dealt tensors from the ranks that own them."""
-        role, spec = self.role, self.role.spec
         if stage not in self.subnets:
-            own = spec.shards, spec.averaged, role.optimizer_state
-            self.subnets[stage] = Subnets(role.transport, stage, dealt, *own)
-        self.subnets[stage].gather(role.context.seed, role.context.round)
+            self.subnets[stage] = Subnets(self.role, stage, dealt)
+        self.subnets[stage].gather(self.role.context.seed, self.role.context.round)
 
     def fetch_ahead(self, stage: nn.Module, dealt: Mapping[str, DealtDims]) -> None:
         """Start to gather what the slices of the next round have and no rank trains in this one."""

@@ -5,19 +5,17 @@ nothing but values travels, since every rank knows the whole deal.  What the nex
 round is sent while it runs.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..spec import DealtDims, Shard
-from ..transport.base import Transport, Work
+from ..comm.role import Role
+from ..spec import DealtDims
+from ..transport.base import Work
 from .slices import Block, Places, Slices, numel_of, pick, store
-
-State = Callable[[nn.Parameter], MutableMapping[str, Any]]
-"""The optimizer's state of a parameter."""
 
 
 class _Key(NamedTuple):
@@ -44,23 +42,14 @@ class _Arriving(NamedTuple):
 class Subnets:
     """The dealt tensors of a stage on one rank.
 
-    dealt: tensor -> its dealt dims.  shards: tensor -> the part that this rank owns.  ranks: those that share them.
-    state: gives the optimizer's state of a parameter.
+    dealt: tensor -> its dealt dims.
     owned: its shards, while the stage has slices.  ahead: what was fetched for the next round.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        stage: nn.Module,
-        dealt: Mapping[str, DealtDims],
-        shards: Mapping[str, Shard],
-        ranks: tuple[int, ...],
-        state: State,
-    ) -> None:
-        self._transport, self._stage, self._state = transport, stage, state
-        self._ranks, self._own = ranks, ranks.index(transport.rank)
-        self._dealt, self._dims = dealt, {name: shards[name].dim for name in dealt}
+    def __init__(self, role: Role, stage: nn.Module, dealt: Mapping[str, DealtDims]) -> None:
+        self._role, self._transport, self._stage = role, role.transport, stage
+        self._ranks, self._own = role.spec.averaged, role.spec.averaged.index(role.transport.rank)
+        self._dealt, self._dims = dealt, {name: role.spec.shards[name].dim for name in dealt}
         named = dict(stage.named_parameters(remove_duplicate=False))
         self._parameters = {name: named[name] for name in dealt if name in named}
         self.owned: dict[_Key, Tensor] = {}
@@ -135,7 +124,7 @@ class Subnets:
         found = {}
         for name, parameter in self._parameters.items():
             found[_Key(name)] = parameter.data
-            for state, value in sorted(self._state(parameter).items(), key=lambda item: item[0]):
+            for state, value in sorted(self._role.optimizer_state(parameter).items(), key=lambda item: item[0]):
                 if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
                     found[_Key(name, state)] = value
         return found
@@ -145,7 +134,7 @@ class Subnets:
         for key, tensor in tensors.items():
             parameter = self._parameters[key.name]
             if key.state:
-                self._state(parameter)[key.state] = tensor
+                self._role.optimizer_state(parameter)[key.state] = tensor
             else:
                 parameter.grad = None
                 parameter.data = tensor
