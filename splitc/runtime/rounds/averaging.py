@@ -71,13 +71,10 @@ class Averages:
         """Keep what all units have alike now.  The rates are of parameters; statistics take their mean."""
         if self.outer is None:
             self.kept = {bucket[0]: nn.Parameter(self._own(bucket)) for bucket in buckets}
-            groups: list[dict[str, Any]] = [
-                {"params": []},
-                {"params": [], "lr": 1.0, "momentum": 0.0, "nesterov": False},
-            ]
-            for first, kept in self.kept.items():
-                groups[not isinstance(first, nn.Parameter)]["params"].append(kept)
-            self.outer = torch.optim.SGD(groups, lr, momentum, nesterov=nesterov)
+            trained = [kept for first, kept in self.kept.items() if isinstance(first, nn.Parameter)]
+            others = [kept for first, kept in self.kept.items() if not isinstance(first, nn.Parameter)]
+            means: dict[str, Any] = {"params": others, "lr": 1.0, "momentum": 0.0, "nesterov": False}
+            self.outer = torch.optim.SGD([{"params": trained}, means], lr, momentum, nesterov=nesterov)
             if self._restored:
                 self.outer.load_state_dict(self._restored)
         for bucket in buckets:
