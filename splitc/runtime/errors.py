@@ -1,9 +1,13 @@
 """The errors of running ranks that a user can catch, and how ranks exit.  It imports nothing heavy: they come fast."""
 
+import signal
 from collections.abc import Iterable
 
 # How a rank exits: all is done; another start may go on from a checkpoint; no other start will do better.
 DONE, RESTART, STOP = 0, 1, 3
+
+# The signals, with their names, for which a run stops.
+SIGNALS = {getattr(signal, name): name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)}
 
 # How rank 0's line begins when all ranks have stopped for a signal; the variables that have the user's command, and the
 # least number of ranks with which a run may go on.

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import RESTART
+from ..errors import RESTART, SIGNALS
 
-SIGNALS = {getattr(signal, name): name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)}
 _WITHIN = 5.0  # seconds in which a rank that lives says which step it has begun, whatever it does meanwhile
 _LOOK = 2.0  # seconds, after which a rank looks whether the process that started it still runs
 _ALWAYS = timedelta(days=20)  # milliseconds of it fit into 32 bits

@@ -21,12 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Protocol
 
-from ..errors import DONE, RESTART, STOP, STOPPED_BY
+from ..errors import DONE, RESTART, SIGNALS, STOP, STOPPED_BY
 from ..transport.sealed import TOKEN
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 SAVING = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}  # seconds that torchrun leaves ranks to save; else 30
-_STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
 class Lines(Protocol):
@@ -175,8 +174,7 @@ def stopped_like_ctrl_c(ask: Callable[[], object] | None, ends: Ends) -> Iterato
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [getattr(signal, name) for name in _STOPS if hasattr(signal, name)]
-    before = {number: signal.signal(number, stop) for number in numbers}
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
     try:
         yield
     finally:
