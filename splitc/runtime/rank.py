@@ -78,10 +78,6 @@ class Rank:
             self._by_hosts = own if own.device.type == "cpu" else own.side_group() or own
         return self._by_hosts
 
-    def comm(self, role: str) -> RoleComm:
-        """The communicator of a role."""
-        return next(comm for comm in self.comms if comm.role == role)
-
     def parts(self, kind: type[Any]) -> list[Any]:
         """The parts of a class that its roles have, in their order."""
         return [part for comm in self.comms for part in comm.parts if isinstance(part, kind)]

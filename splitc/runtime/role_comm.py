@@ -77,8 +77,3 @@ class RoleComm:
     def microbatches(self) -> list[int]:
         """Those of a step in which this rank's group has examples; the first one where it has none in any."""
         return self.shared.busy
-
-    @property
-    def examples(self) -> tuple[int, int]:
-        """This rank's examples, first and one past the last, as counted in the global batch or in the microbatch."""
-        return self.counted.own

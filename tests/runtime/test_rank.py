@@ -16,7 +16,7 @@ from splitc.runtime.rank import Rank
 from splitc.runtime.role_comm import RoleComm
 from splitc.runtime.spec import StepContext
 from splitc.runtime.transport.base import PeerLost, Transport
-from tests.support.ranks import begin, context_of, on_comms, on_ranks, plan_of, rank_of, rank_spec
+from tests.support.ranks import begin, comm_of, context_of, on_comms, on_ranks, plan_of, rank_of, rank_spec
 from tests.support.sampling import along, in_one
 
 ONE_TO_ONE = plan_of(conv=(0, 4), fc=(0, 4))
@@ -33,7 +33,7 @@ def there_and_back(plan: Plan, value: Tensor, dim: int, rows: int, sizes: tuple[
     def run(transport: Transport) -> Tensor:
         rank = rank_of(plan, transport)
         with rank.step(context_of(rank, sizes)) as (comm,):
-            first, last = comm.examples
+            first, last = comm.counted.own
             if comm.role == "conv":
                 comm.send(value.narrow(dim, first * rows, (last - first) * rows), "fc", dim, rows)
                 return comm.recv("fc", shape, value.dtype, rows)
@@ -84,9 +84,9 @@ def test_a_boundary_inside_a_readers_part_divides_it_in_proportion() -> None:
     def run(transport: Transport) -> list[tuple[int, int]]:
         rank = rank_of(plan_of(conv=(0, 8, 16), fc=(0, 4, 16)), transport)
         begin(rank, (4, 8))
-        smaller = rank.comms[0].examples
+        smaller = rank.comms[0].counted.own
         begin(rank)
-        return [smaller, rank.comms[0].examples]
+        return [smaller, rank.comms[0].counted.own]
 
     assert on_ranks(4, run)[2:] == [[(0, 2), (0, 4)], [(2, 12), (4, 16)]]
 
@@ -147,10 +147,10 @@ def test_what_was_sent_may_not_change_within_the_step() -> None:
         with rank.step(context_of(rank)):
             if rank.spec.role == "conv":
                 value = torch.ones(4)
-                rank.comm("conv").send(value, "fc")
+                comm_of(rank, "conv").send(value, "fc")
                 value.add_(1)
             else:
-                rank.comm("fc").recv("conv", (-1,), torch.float32)
+                comm_of(rank, "fc").recv("conv", (-1,), torch.float32)
 
     with pytest.raises(AssertionError, match="changed while it was on its way"):
         on_ranks(2, run)
@@ -175,7 +175,7 @@ def test_a_rank_that_fails_in_a_step_releases_the_others_and_its_own_error_is_th
             if rank.spec.role == "conv":
                 raise KeyError("mine")
             with pytest.raises(PeerLost):
-                rank.comm("fc").recv("conv", (-1,), torch.float32)
+                comm_of(rank, "fc").recv("conv", (-1,), torch.float32)
             raise PeerLost("released")
 
     with pytest.raises(KeyError, match="mine"):
@@ -211,7 +211,7 @@ def test_a_weighted_mean_over_ranks_is_that_of_one_process_and_has_its_dtype(
     weight = torch.rand(5).to(dtype) if weighted else None
 
     def run(comm: RoleComm) -> Tensor:
-        first, last = comm.examples
+        first, last = comm.counted.own
         part = F.cross_entropy(scores[first:last], target[first:last], weight, reduction="sum")
         return comm.sum_loss(part / comm.global_weight(target[first:last], weight).wait()).wait()
 
@@ -225,7 +225,7 @@ def test_another_ignore_index_is_kept_out_of_the_weights() -> None:
     target = torch.tensor([[0, 1, 7], [7, 7, 2]])
 
     def run(comm: RoleComm) -> Tensor:
-        first, last = comm.examples
+        first, last = comm.counted.own
         return comm.global_weight(target[first:last], ignore_index=7).wait()
 
     assert on_comms(plan_of(all=(0, 1, 2)), run) == [3, 3]

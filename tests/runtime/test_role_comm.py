@@ -19,7 +19,7 @@ from splitc.runtime.role_comm import RoleComm
 from splitc.runtime.seeded.draws import Draws, Layout
 from splitc.runtime.seeded.mode import SeededRandom
 from splitc.runtime.transport.base import Transport
-from tests.support.ranks import begin, context_of, on_comms, on_ranks, plan_of, rank_of
+from tests.support.ranks import begin, comm_of, context_of, on_comms, on_ranks, plan_of, rank_of
 from tests.support.sampling import along, in_one, in_pairs
 from tests.support.transitions import TRANSITIONS, Case
 
@@ -69,7 +69,7 @@ def test_a_rank_in_both_roles_hands_its_examples_over_in_memory(plan: Plan, dim:
         found, given = {}, 0
         with rank.step(context_of(rank, sizes)):
             if (conv := comms.get("conv")) is not None:
-                first, last = conv.examples
+                first, last = conv.counted.own
                 conv.send(value.narrow(dim, first * rows, (last - first) * rows), "fc", dim, rows)
             if (fc := comms.get("fc")) is not None:
                 found["fc"] = fc.recv("conv", template, value.dtype, rows)
@@ -77,8 +77,10 @@ def test_a_rank_in_both_roles_hands_its_examples_over_in_memory(plan: Plan, dim:
             if conv is not None:
                 found["conv"] = conv.recv("fc", template, value.dtype, rows)
         for comm in rank.comms:
-            a, b = comm.examples
-            other = rank.comm("fc" if comm.role == "conv" else "conv").examples if len(rank.comms) == 2 else (0, 0)
+            a, b = comm.counted.own
+            other = (
+                comm_of(rank, "fc" if comm.role == "conv" else "conv").counted.own if len(rank.comms) == 2 else (0, 0)
+            )
             kept = max(0, min(b, other[1]) - max(a, other[0]))
             given += (b - a - kept) * value.nbytes // sum(sizes)
         return found, rank.transport.sent_bytes, given
@@ -94,8 +96,8 @@ def test_what_was_handed_over_has_no_graph_and_is_a_copy() -> None:
     def run(transport: Transport) -> None:
         rank = rank_of(in_both((0, 4), (0,), (0, 4)), transport)
         value = torch.randn(4, 2, requires_grad=True)
-        rank.comm("conv").send(value * 1, "fc")
-        got = rank.comm("fc").recv("conv", (-1, 2), torch.float32)
+        comm_of(rank, "conv").send(value * 1, "fc")
+        got = comm_of(rank, "fc").recv("conv", (-1, 2), torch.float32)
         assert torch.equal(got, value) and got.is_leaf and not got.requires_grad
         got.zero_()
         assert bool(value.detach().any())
@@ -128,7 +130,7 @@ def test_modulo_gathers_a_turns_examples_and_a_slice_has_ones_own_of_them(
     value = torch.randn(*((total * rows, 2) if dim == 0 else (2, total * rows)))
 
     def run(comm: RoleComm) -> tuple[Tensor, list[int]]:
-        kept, seen, rank, (first, last) = [], list[int](), comm.shared.transport.rank, comm.examples
+        kept, seen, rank, (first, last) = [], list[int](), comm.shared.transport.rank, comm.counted.own
         for turn in comm.microbatches():
             mine = value.narrow(dim, first * rows, (last - first) * rows)
             gathered = comm[turn].modulo(comm[turn].piece(mine, dim, rows), dim=dim, rows=rows)
@@ -299,7 +301,7 @@ def test_gradients_add_up_over_turns_and_are_summed_over_the_replicas_once(plan:
         begin(rank, sizes)
         (comm,) = rank.comms
         stage = nn.Linear(3, 1, bias=False, dtype=torch.float64)
-        (first, last), sent = comm.examples, 0
+        (first, last), sent = comm.counted.own, 0
         for turn in comm.microbatches():
             gathered = comm[turn].modulo(comm[turn].piece(inputs[first:last]))
             before = rank.transport.sent_bytes
@@ -323,7 +325,7 @@ def test_updates_in_every_turn_sum_the_gradients_of_that_turn_and_tell_the_role(
         (comm,) = rank_of(plan, transport, told.append).comms
         stage = nn.Linear(3, 1, bias=False)
         gradients: list[Tensor] = []
-        first, last = comm.examples
+        first, last = comm.counted.own
         for turn in comm.microbatches():
             stage.zero_grad()
             gathered = comm[turn].modulo(comm[turn].piece(inputs[first:last]))

@@ -121,6 +121,11 @@ def rank_of(plan: Plan, transport: Transport, update: Callable[[str], None] = la
     return Rank(rank_spec(plan, transport.rank), transport, update)
 
 
+def comm_of(rank: Rank, role: str) -> RoleComm:
+    """The communicator of a role."""
+    return next(comm for comm in rank.comms if comm.role == role)
+
+
 def begin(rank: Rank, sizes: Sequence[int] | None = None, **options: Any) -> None:
     """Begin a step in which reader k has `sizes[k]` examples, on all communicators of a rank."""
     for comm in rank.comms:
