@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from datetime import timedelta
-from functools import reduce
+from contextlib import suppress
+from functools import partial, reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import Message
+from .base import Message, Ranks
 
 # The dtypes that both gloo and NCCL can sum; int16 and the other small types are not among them.
 _SUMMABLE = {
@@ -32,23 +31,15 @@ class InFlight:
     A tensor that the backend cannot use in place (on a GPU when staged, or not contiguous) travels as a copy, its
     buffer; `wait` copies back what has arrived.
 
-    staged: tensors travel through the CPU's memory.  losing_peers: around calls of torch, which it names when they
-    fail.  done: called once it has been waited for, with the time at which that began.  within: the timeout of messages
-    on gloo, which keeps that of their group's start else.
+    transport: the `TorchTransport` that it is on.  what: it does, for errors.  ends: its ranks.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        staged: bool,
-        losing_peers: Callable[[], AbstractContextManager[None]],
-        done: Callable[[float], None] | None = None,
-        within: timedelta | None = None,
-    ) -> None:
-        self._done = done
-        self._within = () if within is None else (within,)
-        self._staged, self._losing_peers = staged, losing_peers
-        self._wire = torch.device("cpu") if staged else device
+    def __init__(self, transport: Any, what: str, ends: Ranks) -> None:
+        self._transport, self._ends, self._issued = transport, ends, time.monotonic()
+        self._losing_peers = partial(transport.losing_peers, what, ends)
+        self._staged, self._wire = transport.staged, torch.device("cpu") if transport.staged else transport.device
+        self._is_over = False
+        transport.under_way += 1
         self._works: list[dist.Work] = []
         self._buffers: list[Tensor] = []
         self._arrivals: list[tuple[Tensor, list[Tensor]]] = []  # a tensor and the buffers it is the sum of
@@ -110,15 +101,16 @@ class InFlight:
         begun = time.monotonic()
         while self._works:
             with self._losing_peers():
-                self._works[0].wait(*self._within)
+                self._works[0].wait(*self._transport.within)
             del self._works[0]
         for tensor, parts in self._arrivals:
             tensor.copy_(reduce(torch.add, parts))
         self._arrivals.clear()
         self._buffers.clear()
-        if self._done is not None:
-            self._done(begun)
-            self._done = None
+        if not self._is_over:
+            self._is_over = True
+            self._transport.under_way -= 1
+            self._transport.waits.add(self._ends, self._issued, begun)
 
 
 def summable(dtype: torch.dtype) -> torch.dtype:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -76,7 +75,7 @@ class TorchTransport(Transport):
         self._side_groups: list[TorchTransport] = []
         self.waits = Waits()
         self._watch: Watch | None = None
-        self._under_way = 0  # operations that nobody has waited for
+        self.under_way = 0  # operations that nobody has waited for
         self._ways = [everyone, everyone]  # of messages to lower ranks, and to higher ones
         if self.waits_hold_the_stream and self.world > 1:
             self.barrier()  # a communicator that NCCL makes at the first operation needs all ranks in it
@@ -92,18 +91,18 @@ class TorchTransport(Transport):
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         values = [value]
-        with self._losing_peers(f"broadcast_object from rank {src}", self._ranks):
+        with self.losing_peers(f"broadcast_object from rank {src}", self._ranks):
             dist.broadcast_object_list(values, src, self._everyone)
         return values[0]
 
     def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
         values: list[Any] | None = [None] * self.world if self.rank == dst else None
-        with self._losing_peers(f"gather_objects to rank {dst}", self._ranks):
+        with self.losing_peers(f"gather_objects to rank {dst}", self._ranks):
             dist.gather_object(value, values, dst, self._everyone)
         return values
 
     def barrier(self) -> None:
-        with self._losing_peers("barrier", self._ranks):
+        with self.losing_peers("barrier", self._ranks):
             dist.barrier(self._everyone, device_ids=[self._gpu.index] if self._gpu else None)
 
     def side_group(self) -> Transport | None:
@@ -137,7 +136,7 @@ class TorchTransport(Transport):
 
     def _close_at_exit(self) -> None:
         """Close a transport that a program left open, unless that could wait for other ranks."""
-        if not self._under_way and not self.waits_hold_the_stream:
+        if not self.under_way and not self.waits_hold_the_stream:
             self.close()
 
     def close(self) -> None:
@@ -155,25 +154,25 @@ class TorchTransport(Transport):
             dist.destroy_process_group()
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        flight = self._flight(f"isend {describe(tensor)} to rank {dst}, tag {tag}", (self.rank, dst))
+        flight = InFlight(self, f"isend {describe(tensor)} to rank {dst}, tag {tag}", (self.rank, dst))
         return flight.messages([(flight.outgoing(tensor), dst)], [], tag, self._ways[dst > self.rank])
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
-        flight = self._flight(f"irecv {describe(tensor)} from rank {src}, tag {tag}", (src, self.rank))
+        flight = InFlight(self, f"irecv {describe(tensor)} from rank {src}, tag {tag}", (src, self.rank))
         return flight.messages([], [(flight.incoming(tensor), src)], tag, self._ways[src < self.rank])
 
     def _all_reduce(self, tensor: Tensor, ranks: Ranks, maximum: bool = False) -> Work:
-        flight = self._flight(f"all_reduce {describe(tensor)} over ranks {ranks}", ranks)
+        flight = InFlight(self, f"all_reduce {describe(tensor)} over ranks {ranks}", ranks)
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         return flight.issue(dist.all_reduce, flight.summed(tensor), op=op, group=self._groups[ranks], async_op=True)
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: Ranks) -> Work:
-        flight = self._flight(f"broadcast {describe(tensor)} from rank {src} over ranks {ranks}", ranks)
+        flight = InFlight(self, f"broadcast {describe(tensor)} from rank {src} over ranks {ranks}", ranks)
         buffer = flight.outgoing(tensor) if self.rank == src else flight.incoming(tensor)
         return flight.issue(dist.broadcast, as_bytes(buffer), src, group=self._groups[ranks], async_op=True)
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: Ranks) -> Work:
-        flight = self._flight(f"all_gather {describe(tensor)} over ranks {ranks}", ranks)
+        flight = InFlight(self, f"all_gather {describe(tensor)} over ranks {ranks}", ranks)
         group = self._groups[ranks]
         if self.waits_hold_the_stream or len({output.shape for output in outputs}) == 1:
             buffers = [as_bytes(flight.incoming(output)) for output in outputs]
@@ -189,7 +188,7 @@ class TorchTransport(Transport):
         return flight.messages([(own, rank) for rank, _ in others], receives, _GATHER_TAG, self._everyone)
 
     def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: Ranks) -> Work:
-        flight = self._flight(f"reduce_scatter {describe_all(pieces)} over ranks {ranks}", ranks)
+        flight = InFlight(self, f"reduce_scatter {describe_all(pieces)} over ranks {ranks}", ranks)
         if self.waits_hold_the_stream:
             options = {"group": self._groups[ranks], "async_op": True}
             (total,) = flight.parts(output, 1, dtype := summable(output.dtype))
@@ -210,7 +209,7 @@ class TorchTransport(Transport):
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks, tag: int) -> Work:
         peers = [f"{describe(x)} to rank {dst}" for x, dst in sends]
         peers += [f"{describe(x)} from rank {src}" for x, src in receives]
-        flight = self._flight(f"exchange {', '.join(peers)}, tag {tag}", ranks)
+        flight = InFlight(self, f"exchange {', '.join(peers)}, tag {tag}", ranks)
         leaving = [(flight.outgoing(x), dst) for x, dst in sends]
         arriving = [(flight.incoming(x), src) for x, src in receives]
         group = self._groups[ranks] if self.waits_hold_the_stream else self._everyone
@@ -221,17 +220,11 @@ class TorchTransport(Transport):
         if self.rank in ranks:
             self._groups[ranks] = group
 
-    def _flight(self, what: str, ends: Ends) -> InFlight:
-        """An operation among the ranks `ends` that is about to be issued."""
-        self._under_way += 1
-        done = partial(self._done, ends, time.monotonic())
+    @property
+    def within(self) -> tuple[timedelta, ...]:
+        """The timeout of a wait on gloo, which keeps that of its group's start else."""
         is_watched = self._watch is not None and not self.waits_hold_the_stream
-        within = timedelta(seconds=_WATCHED * self._timeout) if is_watched else None
-        return InFlight(self.device, self.staged, partial(self._losing_peers, what, ends), done, within)
-
-    def _done(self, ends: Ends, issued: float, begun: float) -> None:
-        self._under_way -= 1
-        self.waits.add(ends, issued, begun)
+        return (timedelta(seconds=_WATCHED * self._timeout),) if is_watched else ()
 
     @property
     def store(self) -> Any:
@@ -241,7 +234,7 @@ class TorchTransport(Transport):
     def _new_group(self, ranks: Ranks, timeout: float | None = None, **options: Any) -> dist.ProcessGroup:
         """A group that every rank creates now, in one order; with `device_id` NCCL's communicator is there at once."""
         within = timedelta(seconds=timeout or self._timeout * (_WATCHED if self._watch else 1))
-        with self._losing_peers(f"connect ranks {ranks}", self._ranks):
+        with self.losing_peers(f"connect ranks {ranks}", self._ranks):
             group: dist.ProcessGroup = dist.new_group([*ranks], within, **options)
         return group
 
@@ -253,7 +246,7 @@ class TorchTransport(Transport):
         return options
 
     @contextmanager
-    def _losing_peers(self, what: str, ends: Ends) -> Iterator[None]:
+    def losing_peers(self, what: str, ends: Ends) -> Iterator[None]:
         """Say which operation of which rank failed: what gloo raises names neither.  Note that this rank is in it."""
         self.waits.now = what, ends, time.monotonic()
         try:

@@ -70,13 +70,13 @@ def test_a_transport_notes_the_operation_that_it_is_in_on_nccl_the_last_one_whil
 ) -> None:
     transport = object.__new__(TorchTransport)
     transport.waits, transport._gpu = Waits(), None
-    with transport._losing_peers("barrier", (0, 1)):
+    with transport.losing_peers("barrier", (0, 1)):
         assert transport.waits.now[:2] == ("barrier", (0, 1)) and transport.is_blocked()
     assert transport.waits.now[:2] == ("", ()) and not transport.is_blocked()
     transport._gpu, transport.device, idle = torch.device("cuda", 0), torch.device("cuda", 0), [False, True]
     stream = SimpleNamespace(query=lambda: idle.pop(0))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
-    with transport._losing_peers("all_reduce", (0, 1)):
+    with transport.losing_peers("all_reduce", (0, 1)):
         pass
     assert transport.waits.now[:2] == ("all_reduce", (0, 1))
     assert transport.is_blocked() and not transport.is_blocked()

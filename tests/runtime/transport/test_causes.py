@@ -74,7 +74,7 @@ def raised(error: RuntimeError) -> Exception:
     """What becomes of an error of torch's in an operation of rank 1 of 2."""
     transport = object.__new__(TorchTransport)
     transport.rank, transport.world, transport._timeout, transport.waits = 1, 2, 600.0, Waits()
-    with pytest.raises((PeerLost, SplitcError)) as caught, transport._losing_peers("barrier", (0, 1)):
+    with pytest.raises((PeerLost, SplitcError)) as caught, transport.losing_peers("barrier", (0, 1)):
         raise error
     return caught.value
 
