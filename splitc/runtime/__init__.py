@@ -1,5 +1,7 @@
 """What generated programs need at run time: torch, and this folder, which `--standalone` copies beside them."""
 
+from __future__ import annotations
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

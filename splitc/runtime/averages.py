@@ -1,5 +1,7 @@
 """Exponential moving averages of the parameters that a rank updates."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

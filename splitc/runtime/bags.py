@@ -1,5 +1,7 @@
 """Bags of one size that offsets divide: as rows of a matrix, which ranks can divide, and as the model takes them."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable
 

@@ -1,5 +1,7 @@
 """Clocks of what computes: the host, and a GPU's stream."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -5,6 +5,8 @@ where the parameters of another gradient bucket begin: then the hooks of a bucke
 as under DDPOptimizer.  Parts keep the file and line numbers of their method.
 """
 
+from __future__ import annotations
+
 import ast
 import inspect
 import textwrap

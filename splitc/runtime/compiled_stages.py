@@ -1,5 +1,7 @@
 """Run the stages of a rank's training steps under torch.compile, where that is faster."""
 
+from __future__ import annotations
+
 import statistics
 import sys
 import time

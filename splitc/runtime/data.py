@@ -1,5 +1,7 @@
 """Divide a dataset among the readers, so that their batches together are the global batches of one process."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The errors of running ranks that a user can catch, and how ranks exit.  It imports nothing heavy: they come fast."""
 
+from __future__ import annotations
+
 import signal
 from collections.abc import Iterable
 

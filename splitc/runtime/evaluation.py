@@ -1,5 +1,7 @@
 """The loss and the model's output in evaluation mode."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby

@@ -1,5 +1,7 @@
 """Where a step failed: its number, and the line of the generated file, which a person may have edited."""
 
+from __future__ import annotations
+
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager

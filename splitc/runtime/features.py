@@ -1,5 +1,7 @@
 """The features of training that are registered; without its line here and its folder a feature is gone."""
 
+from __future__ import annotations
+
 from .feedback.feature import ErrorFeedback
 from .late_multiply.feature import LateMultiplied
 from .moments import Feature

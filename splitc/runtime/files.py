@@ -1,5 +1,7 @@
 """The whole model's state in one file."""
 
+from __future__ import annotations
+
 import mmap
 import os
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """The generators of Python, numpy and torch, which are of the process: seeded for a while, and given back."""
 
+from __future__ import annotations
+
 import hashlib
 import random
 import sys

@@ -4,6 +4,8 @@ glibc returns large blocks as soon as they are freed, and the kernel zeroes ever
 step on a CPU, varying from step to step.  A training process needs the same memory in every step, so it keeps it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import sys

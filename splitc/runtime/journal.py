@@ -4,6 +4,8 @@ The compiler reads it (`cost_models/calibration/record.py`) and fits the prices 
 on, which its plan.json knows by the digest of its numbers.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

@@ -6,6 +6,8 @@ once, then when steps change by more than their noise, and looks for the cause o
 what ranks wait drifts by 25 %: ranks that compute for longer than they did, or else transfers that take longer.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import platform

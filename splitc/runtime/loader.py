@@ -1,5 +1,7 @@
 """Read a dataset epoch by epoch: this rank's part of every global batch, and the position in the epoch."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise

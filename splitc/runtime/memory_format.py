@@ -4,6 +4,8 @@ Convolutions on tensor cores want `torch.channels_last`.  Parameters keep it, an
 flat: all ranks must lay a tensor alike.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,5 +1,7 @@
 """The three moments of a step at which a feature of training takes part, and what it does between steps."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

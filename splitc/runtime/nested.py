@@ -1,5 +1,7 @@
 """Take nested batches apart, and make them again of other tensors: dicts, lists, tuples, dataclasses, objects."""
 
+from __future__ import annotations
+
 import copy
 import math
 from collections import namedtuple

@@ -4,6 +4,8 @@ So options that follow from names, positions or the number of parameters are tho
 the same groups in the same order, those without a parameter of its own too.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -4,6 +4,8 @@ A piece is a part of every share of the batch, so its examples lie apart.  Count
 again, for every rank and for what any two ranks have in common: `positions` of a piece take the place of examples.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

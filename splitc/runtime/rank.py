@@ -1,5 +1,7 @@
 """One rank of a compiled program, bound to its transport: the communicators of its roles, and the steps it takes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise

@@ -8,6 +8,8 @@ so.  Of each tensor a rank computes one number on its device, of its bits as who
 The largest and the smallest h are compared, for all that the same ranks hold at once.
 """
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter

@@ -1,5 +1,7 @@
 """The tensors of a rank's stage: which of them it holds, in which part, and which other ranks hold the same."""
 
+from __future__ import annotations
+
 import warnings
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence

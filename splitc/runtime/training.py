@@ -1,5 +1,7 @@
 """Train one rank: its stage, its optimizer, and the step that its generated program defines."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

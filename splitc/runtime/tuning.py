@@ -5,6 +5,8 @@ one is faster than the rest by more than the noise, or time is up.  One finalist
 connections of its own on gloo, so that one that fails leaves the others as they were.
 """
 
+from __future__ import annotations
+
 import gc
 import math
 import random

@@ -1,5 +1,7 @@
 """What happens to a rank's gradients between the last backward and the optimizer: unscale, average, check, clip."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

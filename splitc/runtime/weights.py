@@ -1,5 +1,7 @@
 """A stage's parameters and buffers, filled from whole-model weights under the model's own names."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Mapping
 from typing import Any

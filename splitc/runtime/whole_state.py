@@ -3,6 +3,8 @@
 Tensors travel one by one, so a rank needs memory for what it sends or receives and for one more tensor.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar

@@ -7,6 +7,8 @@ run                       numbers and names that all ranks need
 ranks.N                   what only rank N of the same plan needs to go on bit for bit
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

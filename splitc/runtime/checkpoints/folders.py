@@ -8,6 +8,8 @@ are several disks, each file is on two of them, so that losing a disk loses noth
 is no process's serves as a disk too.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import shutil

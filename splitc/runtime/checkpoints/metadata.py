@@ -1,5 +1,7 @@
 """Read the `.metadata` of a checkpoint: torch.distributed.checkpoint writes a pickle, which could run any code."""
 
+from __future__ import annotations
+
 import pickle
 from pathlib import Path, PurePath
 from typing import Any

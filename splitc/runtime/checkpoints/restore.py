@@ -1,5 +1,7 @@
 """How a rank, of the same plan or of another one, takes over what a checkpoint holds."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Save and resume the run of a worker."""
 
+from __future__ import annotations
+
 import copy
 import os
 import re

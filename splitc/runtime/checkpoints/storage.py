@@ -1,5 +1,7 @@
 """Write and read a checkpoint with torch.distributed.checkpoint, over a transport."""
 
+from __future__ import annotations
+
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Compute while transfers travel: the gradients of weights, which nothing waits for before the end of the step."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable
 from functools import partial

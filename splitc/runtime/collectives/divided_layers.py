@@ -1,5 +1,7 @@
 """Layers of which the ranks of a group have parts of the classes or of the vocabulary (Megatron-LM 3)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

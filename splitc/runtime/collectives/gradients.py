@@ -1,5 +1,7 @@
 """Sum gradients over replicas, bucket by bucket, while backward is still running."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

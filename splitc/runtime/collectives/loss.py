@@ -1,5 +1,7 @@
 """The loss over all ranks: its all-reduce, and the denominator of a weighted mean."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

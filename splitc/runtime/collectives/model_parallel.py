@@ -7,6 +7,8 @@ They differentiate once.  They are collective in forward and in backward: a back
 member must reach it on all, in the same order.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -12,6 +12,8 @@ On a GPU torch's own kernels for it do the same, in two launches of each directi
 all-gather of each member's mean, 1 / sqrt(var + eps) and number of values, which a third one merges.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -4,6 +4,8 @@ Examples are counted in the compiled global batch; in a step of another batch si
 moves with its reader's.  Where they lie, and which of them go to which rank, is computed once for all steps of a size.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace

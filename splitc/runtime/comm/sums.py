@@ -1,5 +1,7 @@
 """What generated code calls for sums over ranks: of gradients, and of statistics, denominators and the loss."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """What generated code calls to move values, and their gradients: to ranks of other roles, and to states in a group."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import torch

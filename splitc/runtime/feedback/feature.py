@@ -3,6 +3,8 @@
 Under another plan they begin at zero again: what a rank had not yet sent of a single step is lost once.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

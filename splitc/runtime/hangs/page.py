@@ -1,5 +1,7 @@
 """The page that explains a hang: who waits for whom, and which rank does not do its part."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 

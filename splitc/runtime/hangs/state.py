@@ -1,5 +1,7 @@
 """What a rank does at a moment, read from the stack of its program and from what its transport notes."""
 
+from __future__ import annotations
+
 import sys
 import sysconfig
 import traceback

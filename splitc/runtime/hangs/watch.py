@@ -8,6 +8,8 @@ store either ends alone.
 Seconds are counted in looks, so that a process that was stopped, and goes on, waits anew.
 """
 
+from __future__ import annotations
+
 import atexit
 import ctypes
 import json

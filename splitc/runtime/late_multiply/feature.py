@@ -1,5 +1,7 @@
 """What generated code calls for late-multiplied layers."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

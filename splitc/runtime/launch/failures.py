@@ -4,6 +4,8 @@ torchrun prints a traceback of its own, and lists every process that ended with 
 have one error in common only the first ends with one.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

@@ -1,5 +1,7 @@
 """What a generated `launch.py` trains and evaluates on: the user's data, or synthetic batches."""
 
+from __future__ import annotations
+
 import argparse
 import importlib
 import os

@@ -5,6 +5,8 @@
 {"stop": "step 121 failed 3 times, ...", "always": true}
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys

@@ -1,5 +1,7 @@
 """Import generated files, from a folder or from their texts, and send those that rank 0 compiles to the others."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import json

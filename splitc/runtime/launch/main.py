@@ -1,5 +1,7 @@
 """What a generated `launch.py` calls: options, this rank's worker, its batches, and the measuring of steps."""
 
+from __future__ import annotations
+
 import argparse
 import atexit
 import json

@@ -1,5 +1,7 @@
 """The options of a generated `launch.py`, which `splitc run` takes too.  Quick to load: no torch."""
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import math

@@ -1,5 +1,7 @@
 """What a run shows of its steps: one line that renews itself on a terminal, elsewhere lines, in long runs few."""
 
+from __future__ import annotations
+
 import argparse
 import sys
 import time

@@ -5,6 +5,8 @@ the store; each says which step it has begun, begins no other, and all go on to 
 of what it belongs to: an update of several batches, or a round.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import socket

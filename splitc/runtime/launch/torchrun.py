@@ -4,6 +4,8 @@ torchrun starts every rank in a new session, which a terminal's Ctrl-C does not 
 ranks running.  So torchrun runs in a new session too, and an interrupt terminates its whole process tree here.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import os

@@ -1,5 +1,7 @@
 """Train a build for a few steps on given batches, and keep what `verify` compares: losses, gradients, the state."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

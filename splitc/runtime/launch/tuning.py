@@ -1,5 +1,7 @@
 """The ranks of `splitc tune`: they run the finalists that lie in a folder, and tell on stdout what came of each."""
 
+from __future__ import annotations
+
 import argparse
 import json
 from dataclasses import asdict

@@ -11,6 +11,8 @@ what travels is rounded.
 Of parameters, which the copies of a unit have alike, each copy averages a slice, and they gather the means.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,5 +1,7 @@
 """Rounds of local updates: what generated code calls in them, where a rank is, and what begins and ends one."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -10,6 +10,8 @@ under way, in turns: a change, then its answer.
 Who was late is not waited for until it is heard again.  A change of a turn that is over is left out, but answered.
 """
 
+from __future__ import annotations
+
 import atexit
 import math
 import sys

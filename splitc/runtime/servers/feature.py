@@ -1,5 +1,7 @@
 """What generated code calls to exchange parameters and gradients with servers."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

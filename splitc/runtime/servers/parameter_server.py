@@ -10,6 +10,8 @@ workers' gradients when it pushes; its optimizer's parameters are views of these
 All ranks go through the messages in one order: by bucket, then by rows, then by worker.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce

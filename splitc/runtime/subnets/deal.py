@@ -5,6 +5,8 @@ Layers are dealt independently of each other, so E[m_i m_j] = 1/n^2 for neurons 
 layer, the first ones a neuron more where n does not divide it.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,5 +1,7 @@
 """Subnets in training: what generated code calls at the ends of a round, and the statistics that evaluation reads."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -5,6 +5,8 @@ nothing but values travels, since every rank knows the whole deal.  What the nex
 round is sent while it runs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """What all ranks must have alike, compared before anything depends on it: a difference is an error, not a wait."""
 
+from __future__ import annotations
+
 import hashlib
 import platform
 import socket

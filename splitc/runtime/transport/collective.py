@@ -1,5 +1,7 @@
 """The operations on the wire, and the payload bytes that a rank sends in each: the one table of them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import accumulate, pairwise

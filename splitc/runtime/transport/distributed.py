@@ -1,5 +1,7 @@
 """Ranks as processes under torchrun, on torch.distributed; `devices` says which device and backend they take."""
 
+from __future__ import annotations
+
 import math
 import os
 import re

@@ -5,6 +5,8 @@ where its format has one.  Decoding gives the same bits on every rank.  What is 
 nans make no number of the block that they are in.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 

@@ -5,6 +5,8 @@ when its last member has joined.  Everything that a rank can wait for is here, s
 happens: every unfinished rank waits, and none of them is ready.
 """
 
+from __future__ import annotations
+
 import threading
 from collections import Counter
 from collections.abc import Callable

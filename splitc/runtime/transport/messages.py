@@ -1,5 +1,7 @@
 """The point-to-point messages of one rank's step."""
 
+from __future__ import annotations
+
 from collections import defaultdict, deque
 from collections.abc import Callable
 

@@ -5,6 +5,8 @@ can reach.  The address that a packet to MASTER_ADDR leaves from is one that the
 itself, and may spread its data over several, so it is told only where it would choose wrongly.
 """
 
+from __future__ import annotations
+
 import os
 import socket
 import struct

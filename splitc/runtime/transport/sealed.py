@@ -4,6 +4,8 @@ torch's store asks nobody who he is, and what is read from it is unpickled.  `sp
 random text; where torchrun alone starts them the id of its run (--rdzv-id) stands for it.
 """
 
+from __future__ import annotations
+
 import hashlib
 import hmac
 import os

@@ -6,6 +6,8 @@ bits on all of them, also on the one that made it.  A rank on a slow line may ha
 (`sum_parts`), or none; then sums of numbers as computed are made so too.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 

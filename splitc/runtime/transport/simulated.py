@@ -3,6 +3,8 @@
 The ranks share one `Mailbox`, which detects messages and collectives that will never be complete.
 """
 
+from __future__ import annotations
+
 import pickle
 import threading
 from collections.abc import Callable, Sequence

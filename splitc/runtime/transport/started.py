@@ -4,6 +4,8 @@ A batch script of Slurm has SLURM_PROCID and SLURM_NTASKS too, and an interactiv
 is a rank.  In a heterogeneous job srun sorts the hosts of a step, of which rank 0's need not be the first.
 """
 
+from __future__ import annotations
+
 import os
 import re
 
