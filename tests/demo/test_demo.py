@@ -135,12 +135,12 @@ def test_the_three_trainings_learn_the_digits_and_are_the_same(
     images: tuple[TensorDataset, TensorDataset], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "demo"
-    assert demo.main(["-o", str(folder)]) == 0
+    assert demo.main(["-o", str(folder), "--epochs", "1"]) == 0
     out, err = capfd.readouterr()
-    assert out.count("epoch 2 of 2") == 3 and "conv on ranks 0-2, fc on rank 3" in out and "Traceback" not in err
+    assert out.count("epoch 1 of 1") == 3 and "conv on ranks 0-2, fc on rank 3" in out and "Traceback" not in err
     ddp, separated = (Training.load(folder / f"{way}.pt") for way in ("ddp", "splitc"))
-    assert demo.accuracy(ddp.state, images[1]) > 0.93 and demo.accuracy(separated.state, images[1]) > 0.93
-    assert len(separated.losses) == 70 and separated.losses == pytest.approx(ddp.losses, abs=1e-4)
+    assert demo.accuracy(ddp.state, images[1]) > 0.88 and demo.accuracy(separated.state, images[1]) > 0.88
+    assert len(separated.losses) == 35 and separated.losses == pytest.approx(ddp.losses, abs=1e-4)
     assert float((demo._flat(ddp.state) - demo._flat(separated.state)).norm() / demo._flat(ddp.state).norm()) < 1e-5
     examples, features, classes, conv = 40, 32 * 7 * 7, 8, 16368
     loss = 2 * 3 / 4 * 8  # summed in float64 over all ranks
@@ -152,7 +152,6 @@ def test_the_three_trainings_learn_the_digits_and_are_the_same(
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.from_scratch
 def test_a_rank_that_fails_is_shown_first_and_nothing_is_left_running(
     images: tuple[TensorDataset, TensorDataset], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ def touched(patch: Path) -> list[str]:
 def run_patched(patch: Path, code: str, folder: Path) -> None:
     """Run Python code in a copy with the patch, in `folder`; it must end without an error."""
     for each in FOLDERS:
-        shutil.copytree(ROOT / each, folder / each, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / each, folder / each, symlinks=True)
     subprocess.run(["git", "apply", "-C1", str(patch)], cwd=folder, check=True)
     env = {**os.environ, "PYTHONPATH": str(folder), "SPLITC_CACHE": "off"}
     done = subprocess.run(

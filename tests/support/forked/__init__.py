@@ -2,10 +2,10 @@
 
 A test that asks for the fixture `forked` finds in `sys.executable` a program that takes the arguments of `python`, and
 so do the processes that it starts: torchrun, ranks, `splitc`.  A process has its own environment, folder, network,
-files and streams, imports splitc itself, and ends as Python does; signals reach it through the program, with which
-it dies.  It shares with the others the seed of hashes, is no child of its program, and does not read what torch reads
-from the environment when it is loaded: what a test says of these needs `python` itself, as does what it says of
-processes that are left behind.
+files and streams, and ends as Python does; signals reach it through the program, with which it dies.  It has splitc
+too, where it is this one that it would import.  It shares with the others the seed of hashes, is no child of its
+program, and does not read what torch reads from the environment when it is loaded: what a test says of these needs
+`python` itself, as does what it says of processes that are left behind.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import importlib.util
 import multiprocessing
 import os
 import runpy
@@ -28,6 +29,10 @@ PRELOADED = (
     "highspy", "mlxtend.data", "networkx", "pulp", "sklearn.datasets", "tabulate", "tomli_w", "torch._dynamo",
     "torch.distributed.elastic.rendezvous.utils", "torch.distributed.launcher.api", "torch.utils.flop_counter",
 )  # fmt: skip
+OURS = ("splitc.cli.entry", "splitc.cli.launching", "splitc.compiled", "splitc.prepared", "splitc.runtime.launch.main")
+"""Loaded from this tree; a process that finds splitc elsewhere, or not at all, forgets it."""
+
+ROOT = Path(__file__).parents[3]
 ABOVE = 500  # numbers of files that no process uses
 
 
@@ -175,14 +180,25 @@ def run(kind: str, *rest: str) -> None:
     sys.excepthook = without_ours
     if kind == "-m":
         sys.argv, sys.path[:0] = ["-m", *rest[1:]], [os.getcwd()]
+        forget_others()
         runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
     elif kind == "-c":
         sys.argv, sys.path[:0] = ["-c", *rest[1:]], [""]
+        forget_others()
         exec(compile(rest[0], "<string>", "exec"), main.__dict__)
     else:
         sys.argv, sys.path[:0] = [kind, *rest], [os.path.dirname(os.path.realpath(kind))]
+        forget_others()
         main.__file__ = kind
         exec(compile(Path(kind).read_bytes(), kind, "exec"), main.__dict__)
+
+
+def forget_others() -> None:
+    """Unload splitc where this process would find another one, or none."""
+    ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "splitc"}
+    found = importlib.util.find_spec("splitc")
+    if found is not None and found.origin is not None and Path(found.origin).parent.samefile(ROOT / "splitc"):
+        sys.modules.update(ours)
 
 
 def without_ours(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -193,8 +209,10 @@ def without_ours(kind: type[BaseException], error: BaseException, trace: Any) ->
 
 
 if __name__ == "__main__":
-    for name in PRELOADED:
+    sys.path.insert(0, str(ROOT))
+    for name in (*PRELOADED, *OURS):
         importlib.import_module(name)
+    sys.path.remove(str(ROOT))
     gc.collect()
     gc.freeze()
     request, files = serve(sys.argv[1])
