@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        vars(gc)["get_freeze_count"] = cache(gc.get_freeze_count)  # walks all of them, at each compile
         gc.set_threshold(20_000)  # of 700, a tenth of the time of all tests was spent in looking for it
         gc.enable()
 

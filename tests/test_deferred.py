@@ -219,7 +219,7 @@ class Dicts(Dataset[Any]):
         return {"labels": self.labels[k], "mask": self.mask[k], "ids": self.ids[k]}
 
 
-@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("paired", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_dataset_of_dicts_goes_by_names_on_the_first_batch_and_later(paired: bool) -> None:
     model, dataset = Named(), Dicts(paired)
 
@@ -304,7 +304,12 @@ def test_one_process_of_several_hosts_asks_for_the_cluster(monkeypatch: pytest.M
     assert isinstance(described, CompiledProgram) and described.plan.world == 2
 
 
-def test_what_was_made_before_compiling_is_not_walked_meanwhile_and_collection_stays_as_it_was() -> None:
+@pytest.mark.slow
+def test_what_was_made_before_compiling_is_not_walked_meanwhile_and_collection_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: Any = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", counted.__wrapped__)
     gc.unfreeze()
     assert gc.isenabled() and not gc.get_freeze_count()
     with pytest.raises(LaunchError), few_objects():

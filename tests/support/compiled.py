@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import splitc.passes.analysis
 from splitc.capture.capture import capture
@@ -74,21 +77,71 @@ def analysed(model: nn.Module, example: Any, target: Any = None, loss: Any = Non
 
 def _known(model: nn.Module, example: Example, autocast: torch.dtype | None) -> Program:
     """The program of a model; it is validated once for all models of the same code, trace and state."""
-    text = graph_text(capture(model, example, None, autocast, None, OpCounter))
-    kinds = tuple(map(type, model.modules()))
-    key = kinds, getattr(example.loss, "__code__", example.loss), text, repr(python_state(model, example.loss))
-    if text is None or key not in _PROGRAMS:
+    state = repr(python_state(model, example.loss))
+    key: tuple[object, ...] | None = _code(model, example)
+    if key is None:
+        text = graph_text(capture(model, example, None, autocast, None, OpCounter))
+        loss = getattr(example.loss, "__code__", example.loss)
+        key = None if text is None else (*map(type, model.modules()), loss, text)
+    if key is None or (*key, state, autocast) not in _PROGRAMS:
         program = splitc.passes.analysis.analyse(model, example, autocast=autocast)
-        if text is None or any(map(is_region, program.graph.nodes)):
+        if key is None or any(map(is_region, program.graph.nodes)):
             return program
         if len(_PROGRAMS) == 32:
             _PROGRAMS.clear()
-        _PROGRAMS[key] = program
-    return _PROGRAMS[key]
+        _PROGRAMS[*key, state, autocast] = program
+    return _PROGRAMS[*key, state, autocast]
 
 
 _PROGRAMS: dict[tuple[object, ...], Program] = {}
-"""Classes, loss, trace and Python state of a model -> its program."""
+"""Code, trace where it is needed, and Python state of a model and its loss -> its program."""
+
+
+def _code(model: nn.Module, example: Example) -> tuple[object, ...] | None:
+    """What decides about the trace of a model beside its Python state; None where its objects may hold more code."""
+    given, form = pytree.tree_flatten((example.inputs, example.targets))
+    held: list[object] = [*given, *(() if isinstance(example.loss, nn.Module) else (example.loss,))]
+    parts: list[object] = [repr(form), example.positional, example.is_said, tuple(example.batch_dims.items())]
+    numbers: dict[int, int] = {}  # of tensors that modules share
+    for root in (model, example.loss):
+        for path, module in root.named_modules(remove_duplicate=False) if isinstance(root, nn.Module) else ():
+            tensors = {**module._parameters, **module._buffers}
+            parts += [path, type(module), _form(type(module).forward), *tensors]
+            parts += [numbers.setdefault(id(tensor), len(numbers)) for tensor in tensors.values()]
+            parts += [repr(mask) for mask in module._buffers.values() if mask is not None and not _is_float(mask)]
+            held += [value for name, value in vars(module).items() if name not in _OF_MODULES]
+            held += tensors.values()
+    if example.division is not None or not all(map(_is_plain, held)):
+        return None
+    return *parts, *map(_form, held)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_plain(value: object) -> bool:
+    """Whether its form and Python state tell all that a value does."""
+    if isinstance(value, Tensor):
+        return value.layout is torch.strided
+    if isinstance(value, FunctionType):
+        return not value.__closure__ and not value.__kwdefaults__
+    if isinstance(value, (list, tuple, set, Mapping)):
+        return all(isinstance(each, _PLAIN) for each in (value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, (*_PLAIN, BuiltinFunctionType))
+
+
+def _form(value: object) -> object:
+    """What a key has of a value: of a tensor all but its numbers, of a function its code, of a container its type."""
+    if isinstance(value, Tensor):
+        return type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    if isinstance(value, (list, set, Mapping)):
+        return type(value)
+    return type(value), getattr(value, "__code__", value)
 
 
 def with_files(program: CompiledProgram, **edits: tuple[str, str]) -> CompiledProgram:
