@@ -24,7 +24,7 @@ test: $(VENV)/dev.stamp  ## run the everyday tests
 	@echo "test: the everyday tests"
 	@$(RUN) pytest $(PARALLEL) $(ARGS)
 
-test-all: $(VENV)/dev.stamp  ## run all tests, including slow ones; of large matrices every second cell
+test-all: $(VENV)/dev.stamp  ## run all tests, including slow ones; of large matrices every third cell
 	@echo "test-all: all tests, including slow ones"
 	@$(RUN) pytest $(PARALLEL) -m "" $(ARGS)
 

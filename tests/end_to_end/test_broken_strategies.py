@@ -127,7 +127,7 @@ NAMED: dict[str, Case] = {
 }  # fmt: skip
 
 
-@sampled("name", NAMED, one_in=3)
+@sampled("name", NAMED, one_in=3, whole=True)
 def test_verify_names_where_a_wrong_number_begins(name: str) -> None:
     make, pattern, new, where = NAMED[name]
     result = edited(make(), pattern, new).verify(steps=1)
@@ -173,7 +173,7 @@ CRASHES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@sampled("name", CRASHES, one_in=3)
+@sampled("name", CRASHES, one_in=3, whole=True)
 def test_what_is_missing_stops_the_ranks_and_tells_the_rank(name: str) -> None:
     make, pattern, new, words = CRASHES[name]
     with pytest.raises((RuntimeError, ValueError), match=words) as error:

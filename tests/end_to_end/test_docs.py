@@ -74,11 +74,12 @@ LONG = ("README.md", "clusters.md", "commands.md", "papers.md", "strategies.md",
 """Pages whose commands train on real ranks, measure this machine or compile large models."""
 
 
-@sampled("page", PAGES, everyday=[page for page in PAGES if page.name not in LONG], ids=lambda p: p.name)
+@sampled("page", PAGES, everyday=[page for page in PAGES if page.name not in LONG], whole=True, ids=lambda p: p.name)
 def test_the_commands_and_the_python_of_a_page_run_in_its_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPLITC_CACHE", str(tmp_path / "cache"))  # a page has many commands about one model
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     _shrink(tmp_path / "examples")
     for block in blocks(page):
@@ -118,7 +119,7 @@ def _small(line: str) -> str:
         line += " --cluster v100-10gbe"
     if line.startswith("splitc explain"):
         line = re.sub(r"--world \d", "--world 2", line)
-    if "--sensitivity" in line:
+    if "--sensitivity" in line or "--buy" in line:
         line = line.replace("alexnet.py", "mlp.py")
     return line + (" --input 4x3x64x64" if "alexnet" in line else " --input 4x3x32x32" if "mlp.py" in line else "")
 

@@ -101,7 +101,7 @@ def decision(text: str) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-@sampled("name", PROGRAMS, everyday=["mlp_modulo_4"])
+@sampled("name", PROGRAMS, everyday=["mlp_modulo_4"], whole=True)
 def test_the_generated_scripts_the_printed_program_and_the_report_are_as_they_were(name: str, golden: Golden) -> None:
     program = made(name)
     for file, text in program.files.items():

@@ -18,6 +18,7 @@ from tests.runtime.checkpoints.test_resume import assert_equal
 from tests.support.every_strategy import every_strategy, images, planned
 from tests.support.ranks import on_workers, part_of, train
 from tests.support.run_state import run_state
+from tests.support.sampling import sampled
 
 WORLD, BATCH = 4, 128
 EVERY = {each.name: each for each in every_strategy(WORLD) if "doubling" not in each.name}
@@ -25,12 +26,9 @@ FIRST = ("data_parallel", "layer_separation(n_c=3, n_f=1)", "modulo_shard(mp=2,s
 MIXED = "activations=bf16,errors=fp16,gradients=int8"
 
 
-def some(first: int) -> list[Any]:
-    """FIRST, and every second of all, which are slow: how they train and how they are judged are two questions."""
-    return [
-        pytest.param(each, marks=[] if each in FIRST else [pytest.mark.slow])
-        for each in dict.fromkeys([*FIRST, *list(EVERY)[first::2]])
-    ]
+def some(first: int) -> pytest.MarkDecorator:
+    """FIRST, of which one is everyday, and others: how they train and how they are judged are two questions."""
+    return sampled("name", dict.fromkeys([*FIRST, *list(EVERY)[first::2]]), FIRST[first : first + 1])
 
 
 @cache
@@ -67,7 +65,7 @@ def trained(name: str, form: str | None) -> tuple[list[float], float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", some(0))
+@some(0)
 def test_every_strategy_trains_near_to_exact_and_evaluates_as_it(name: str) -> None:
     expected, evaluated = trained(name, None)
     for form in ("bf16", MIXED):
@@ -78,7 +76,7 @@ def test_every_strategy_trains_near_to_exact_and_evaluates_as_it(name: str) -> N
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", some(1))
+@some(1)
 def test_verify_bounds_every_strategy_and_never_calls_it_the_same(name: str) -> None:
     result = program(name, "bf16").verify(steps=2, examples=BATCH)
     assert not result.holds and result.bounded, str(result)

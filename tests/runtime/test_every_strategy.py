@@ -23,7 +23,7 @@ from tests.support.ranks import adam, on_ranks, on_workers, part_of, worker_of
 RECORDED = 2
 
 
-@pytest.mark.parametrize(("world", "asked"), everywhere(3, one_in=12) + everywhere(slow=(4,))[::4])
+@pytest.mark.parametrize(("world", "asked"), everywhere(3, one_in=12)[::2] + everywhere(slow=(4,))[1::4])
 def test_a_run_is_recorded_resumed_exported_and_predicts(world: int, asked: Asked, tmp_path: Path) -> None:
     """The last batch to predict is smaller than the batches of training."""
     program = planned(world, asked, norm=True)

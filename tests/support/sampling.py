@@ -1,6 +1,6 @@
 """Which cells of a matrix of tests there are, and which of them run every day: the others run with all tests.
 
-Of a large matrix all tests have every second of the others; with SPLITC_CELLS=all, `make test-cells`, each of them.
+Of a large matrix all tests have every third of the others; with SPLITC_CELLS=all, `make test-cells`, each of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-_EVERY = 1 if os.environ.get("SPLITC_CELLS") == "all" else 2
+_EVERY = 1 if os.environ.get("SPLITC_CELLS") == "all" else 3
 _FEW = 3  # cells that always run
 
 
 def thinned(cells: list[Any]) -> list[Any]:
-    """Every second of many cells."""
+    """Every third of many cells."""
     return cells if len(cells) <= _FEW else cells[::_EVERY]
 
 
@@ -27,13 +27,18 @@ def sampled(
     everyday: Collection[Any] = (),
     *,
     one_in: int = 0,
+    whole: bool = False,
     ids: Callable[[Any], str] | None = None,
 ) -> pytest.MarkDecorator:
-    """`pytest.mark.parametrize` in which all cases are slow but those of `everyday`, or the first of every `one_in`."""
+    """`pytest.mark.parametrize` in which all cases are slow but those of `everyday`, or the first of every `one_in`.
+
+    whole: each case is of a kind of its own, so that all tests have all of them.
+    """
     cases = list(cases)
     everyday = cases[::one_in] if one_in else everyday
     assert everyday and all(case in cases for case in everyday), "the sample is empty, or not of these cases"
-    others = thinned([case for case in cases if case not in everyday])
+    others = [case for case in cases if case not in everyday]
+    others = others if whole else thinned(others)
     cases = [case for case in cases if case in everyday or case in others]
 
     def cell(case: Any) -> Any:

@@ -24,6 +24,7 @@ from tests.support.compiled import compiled
 from tests.support.every_strategy import Small, images, planned
 from tests.support.ranks import SEPARATION, Net, adam, batch_of, compile_net, on_workers, part_of
 from tests.support.run_state import run_state
+from tests.support.sampling import sampled
 
 Batches = Sequence[tuple[Tensor, ...]]
 
@@ -95,7 +96,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 """Strategy -> ranks and options: half of the batches end within an update, and within a round."""
 
 
-@pytest.mark.parametrize("strategy", RUNS)
+@sampled("strategy", RUNS, one_in=3, whole=True)
 def test_training_goes_on_bit_for_bit_from_a_checkpoint(strategy: str, tmp_path: Path) -> None:
     world, options = RUNS[strategy]
     program = planned(world, strategy, norm=True)

@@ -22,6 +22,7 @@ from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.every_strategy import images, planned
 from tests.support.ranks import on_ranks, part_of, worker_of
+from tests.support.sampling import sampled
 from tests.support.strict import queued_transports, strict_transports
 from tests.support.subnet_networks import CLASSES, INPUTS, chain
 
@@ -192,7 +193,7 @@ def ends_unbroken(plan: str, folder: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", DAMAGED)
+@sampled("name", DAMAGED, one_in=4, whole=True)
 def test_a_rank_that_does_something_else_is_named_with_what_the_others_wait_for(name: str, tmp_path: Path) -> None:
     damage = DAMAGED[name]
     broken = edited(program_of(damage.plan), damage.edits)
