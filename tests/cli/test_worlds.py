@@ -85,6 +85,7 @@ def test_a_rung_without_a_plan_says_why_and_has_no_build(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.slow
 def test_rungs_sum_as_many_batches_to_an_update_as_the_plan_of_all_ranks() -> None:
     made = program("data_parallel", accumulate=8)
     assert made.plan.accumulate > 1
@@ -109,6 +110,7 @@ def test_compile_prints_what_losses_cost_and_refuses_a_ladder_before_the_model_i
     assert (done.code, done.err) == (2, "splitc: min_world is 3, and the world 3: give at least 1 and at most 2\n")
 
 
+@pytest.mark.slow
 def test_inspect_shows_what_losses_cost_as_data_too(capsys: pytest.CaptureFixture[str], net: None) -> None:
     (rung,) = json.loads(splitc(capsys, "inspect net.py --world 3 --min-world 2 --json").out)["ladder"]
     assert rung["world"] == 2

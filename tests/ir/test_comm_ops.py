@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from splitc.ir.comm_ops import NODES
 from splitc.ir.graph import op_name
 from splitc.ir.placements import Placement
@@ -41,6 +43,7 @@ def operations_of(program: LoweredProgram, rank: int) -> set[str]:
     return done
 
 
+@pytest.mark.slow
 def test_every_communicating_operation_is_done_by_a_strategy() -> None:
     """`test_wire` counts the bytes of such programs at a transport, which holds each row of the table to account."""
     own = {layer: Placement(holding="sharded", group=2, split="rows", state="batch") for layer in ("fc6", "fc7")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,6 +14,7 @@ from splitc.specialise import Settings
 from tests.support.compiled import analysed, compiled
 
 
+@pytest.mark.slow
 def test_a_network_that_drops_makes_another_plan_of_the_same_model_faster() -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
     example, target = torch.zeros(8, 64), torch.zeros(8, dtype=torch.int64)

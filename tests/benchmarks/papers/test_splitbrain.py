@@ -106,6 +106,7 @@ def test_the_ratio_falls_from_the_first_fc_layer_to_the_last() -> None:
 # -- listing 1 ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_with_a_low_threshold_all_fc_layers_of_the_variant_are_divided() -> None:
     transformed = partition(net(), 8, threshold=1)
     assert shape(transformed) == [

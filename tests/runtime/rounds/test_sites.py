@@ -24,6 +24,7 @@ from tests.runtime.rounds.test_local_sgd import EXACT
 from tests.runtime.rounds.test_outer_optimizer import LR, MOMENTUM, stream
 from tests.support.compiled import CLUSTER
 from tests.support.ranks import assert_same, on_workers, train
+from tests.support.sampling import sampled
 from tests.support.units import train_units
 
 SITES = replace(load_cluster(CLUSTER), site_link=Link(6e5, 5e-2, shared=True), ranks_per_site=2)
@@ -35,7 +36,7 @@ def sites(inside: str = "data_parallel", kind: str = "", more: str = "", **optio
     return planned(f"sites(inside={inside}, period=2{more})", 4, kind, **{"cluster": SITES, **options})
 
 
-@pytest.mark.parametrize("inside", INSIDE)
+@sampled("inside", INSIDE, INSIDE[:2])
 def test_each_site_trains_exactly_and_all_average(inside: str) -> None:
     sizes = [3, 4, 5, 2] if inside != "layer_separation" else [7, 7]
     batches = [batch_of(14) for _ in range(3)]
@@ -104,7 +105,7 @@ def test_a_slice_crosses_the_line_once_and_is_gathered_inside() -> None:
     assert on_workers(program, sent)[0] == pytest.approx(2 * every, abs=8)
 
 
-@pytest.mark.parametrize("more", ["", ", through=server, delay=1, patience=60"])
+@sampled("more", ["", ", through=server, delay=1, patience=60"], one_in=2)
 def test_changes_travel_in_a_short_format(more: str) -> None:
     batches = [batch_of(14) for _ in range(5)]
     program = sites(more=DILOCO + more, wire=Wire(averages="int8"))
@@ -146,6 +147,7 @@ def test_what_sites_cannot_be_is_refused() -> None:
         assert any(why in problem for problem in decision_problems(each)), why
 
 
+@pytest.mark.slow
 def test_sites_are_verified_against_copies_in_one_process() -> None:
     result = sites("modulo_shard").verify()
     assert result.holds and "against one process that trains 2 copies in turn" in str(result), result
