@@ -40,10 +40,10 @@ def test_a_model_of_the_matrix_is_one_process_under_every_eighth_strategy(
     name: str, world: int, first: int, dtype: torch.dtype
 ) -> None:
     for strategy in [*strategies(world)][first::8]:
-        result = cell(name, world, strategy).verify(dtype=dtype)
+        result = cell(name, world, strategy).verify(steps=2, dtype=dtype)
         assert result.holds and result.tolerance == (1e-9 if dtype == F64 else 1e-5), f"{strategy}\n{result}"
 
 
 @pytest.mark.slow
 def test_a_cell_of_the_matrix_is_one_process() -> None:
-    assert cell("mlp", 4, "modulo_shard(mp=4,scheme=B)").verify(dtype=F64).holds
+    assert cell("mlp", 4, "modulo_shard(mp=4,scheme=B)").verify(steps=2, dtype=F64).holds

@@ -94,7 +94,7 @@ def test_what_is_wrong_with_the_options_is_said_before_a_process_starts(
 @pytest.mark.slow
 @pytest.mark.processes
 def test_two_processes_are_examined_and_a_cluster_file_that_is_wrong_is_exit_code_1() -> None:
-    command = [sys.executable, "-m", "splitc.cli", "doctor", "--budget", "2", "--ranks", "2"]
+    command = [sys.executable, "-m", "splitc.cli", "doctor", "--budget", "1", "--ranks", "2"]
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

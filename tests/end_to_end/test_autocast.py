@@ -99,7 +99,7 @@ def test_what_forward_does_with_its_own_dtypes_is_captured() -> None:
     model = made(run, first=nn.Linear(8, 8), mix=nn.Parameter(torch.randn(8, 8)))
     for autocast in (None, BF16):
         done = compiled(model, (vectors()(),), torch.arange(4), F.cross_entropy, 2, "data_parallel", autocast=autocast)
-        assert done.verify().holds
+        assert done.verify(steps=2).holds
     assert "torch.bfloat16" in done.files["all.py"]
 
 
@@ -167,7 +167,7 @@ def test_ranks_send_what_the_wire_says_and_parameters_and_gradients_are_float32(
 @pytest.mark.slow
 @along(1, strategy=STRATEGIES, kind=[Perceptron, Net])
 def test_every_strategy_trains_as_one_process_under_autocast(strategy: str, kind: type[nn.Module]) -> None:
-    result = program(strategy, kind).verify()
+    result = program(strategy, kind).verify(steps=2)
     assert result.holds and result.tolerance == 2e-2, str(result)
     assert result.dtype == "float32 under autocast to bfloat16"
 
@@ -175,7 +175,7 @@ def test_every_strategy_trains_as_one_process_under_autocast(strategy: str, kind
 @pytest.mark.slow
 @pytest.mark.processes
 def test_real_processes_train_as_one_process_under_autocast() -> None:
-    result = program("modulo_shard(mp=2, scheme=B)").verify(processes=True)
+    result = program("modulo_shard(mp=2, scheme=B)").verify(steps=2, processes=True)
     assert result.holds, str(result)
 
 
@@ -184,13 +184,13 @@ def test_float64_turns_autocast_off_on_both_sides_and_says_so() -> None:
     result = separated().verify(dtype=torch.float64)
     assert result.holds and result.tolerance == 1e-9, str(result)
     assert "autocast was off on both sides" in result.notes
-    assert "autocast was off on both sides" not in separated().verify().notes
+    assert "autocast was off on both sides" not in separated().verify(steps=2).notes
 
 
 @pytest.mark.parametrize("factor", [0.9, 0.0])
 def test_a_wrong_gradient_is_seen_under_autocast(factor: float) -> None:
     wrong = with_files(separated(), fc=("comm.send(cut0.grad,", f"comm.send({factor} * cut0.grad,"))
-    result = wrong.verify()
+    result = wrong.verify(steps=2)
     assert not result.holds and "features.1" in result.where
 
 
@@ -240,7 +240,7 @@ def test_a_module_with_another_autocast_stays_the_users_own_code(
     ((_, own),) = regions(done.program)
     assert own.why.startswith(f"{here(run)}: ") and text in own.why
     assert torch.autocast.__enter__ is enter
-    assert done.verify().holds
+    assert done.verify(steps=2).holds
 
 
 @pytest.mark.slow

@@ -74,20 +74,20 @@ def program(
 @along(1, split=SPLITS, name=["mlp", *(name for name in MODELS if name != "mlp")])
 def test_layer_separation_is_the_same_training_in_float64(split: tuple[int, int], name: str) -> None:
     n_c, n_f = split
-    result = program(name, n_c + n_f, f"layer_separation(n_c={n_c}, n_f={n_f})").verify()
+    result = program(name, n_c + n_f, f"layer_separation(n_c={n_c}, n_f={n_f})").verify(steps=2)
     assert result.holds and result.tolerance == 1e-9, str(result)
 
 
 @pytest.mark.slow
 def test_layer_separation_is_the_same_training_in_float32() -> None:
     for name, split in (("frozen_trunk", "n_c=2, n_f=2"), ("vgg_bn", "n_c=3, n_f=1")):
-        result = program(name, 4, f"layer_separation({split})", torch.float32).verify()
+        result = program(name, 4, f"layer_separation({split})", torch.float32).verify(steps=2)
         assert result.holds and result.tolerance == 1e-5, str(result)
 
 
 @along(0, world=[2, 1, 3], name=[*MODELS][::-1])
 def test_data_parallel_is_the_same_training(name: str, world: int) -> None:
-    result = program(name, world, "data_parallel").verify()
+    result = program(name, world, "data_parallel").verify(steps=2)
     assert result.holds, str(result)
 
 
@@ -100,19 +100,19 @@ def test_unequal_shares_are_the_same_training(name: str, shares: tuple[int, int,
     n_c, n_f, batch = shares
     compiled_program = program(name, n_c + n_f, f"layer_separation(n_c={n_c}, n_f={n_f})", global_batch=batch)
     assert len(set(compiled_program.plan.local_batches)) > 1 or n_c == 1 or batch % n_c == 0
-    result = compiled_program.verify()
+    result = compiled_program.verify(steps=2)
     assert result.holds and result.examples == batch, str(result)
 
 
 @pytest.mark.slow
 def test_unequal_shares_of_data_parallel_are_the_same_training() -> None:
-    result = program("ignore_index", 3, "data_parallel", global_batch=11).verify()
+    result = program("ignore_index", 3, "data_parallel", global_batch=11).verify(steps=2)
     assert result.holds, str(result)
 
 
 @pytest.mark.slow
 def test_ranks_without_work_learn_the_loss() -> None:
-    result = program("mlp", 3, "single_device").verify()
+    result = program("mlp", 3, "single_device").verify(steps=2)
     assert result.holds, str(result)
 
 
@@ -123,7 +123,7 @@ def test_no_gradient_crosses_a_cut_below_which_nothing_trains() -> None:
     )
     assert "d_cut0" not in compiled_program.files["conv.py"] and ".backward(" not in compiled_program.files["conv.py"]
     assert "requires_grad_()" not in compiled_program.files["fc.py"]
-    assert compiled_program.verify().holds
+    assert compiled_program.verify(steps=2).holds
 
 
 @pytest.mark.processes
@@ -135,5 +135,5 @@ def test_no_gradient_crosses_a_cut_below_which_nothing_trains() -> None:
 def test_real_processes_are_the_same_training(dtype: torch.dtype, case: tuple[str, int, int]) -> None:
     name, n_c, n_f = case
     strategy = f"layer_separation(n_c={n_c}, n_f={n_f})"
-    result = program(name, n_c + n_f, strategy, dtype, global_batch=4 * n_c + 1).verify(processes=True)
+    result = program(name, n_c + n_f, strategy, dtype, global_batch=4 * n_c + 1).verify(steps=2, processes=True)
     assert result.holds and result.tolerance == (1e-9 if dtype == torch.float64 else 1e-5), str(result)

@@ -46,4 +46,4 @@ def test_subnets_train_evaluate_and_export_a_model_that_exceeds_the_limit_of_a_r
 
 def trained(program: CompiledProgram, folder: Path) -> list[FileMemory]:
     folder.mkdir()
-    return in_processes(program, folder, steps=5)
+    return in_processes(program, folder, steps=3)

@@ -72,7 +72,7 @@ def test_a_model_with_regions_trains_as_in_one_process(name: str, strategy: str)
     model, x, program = known(name)
     target = torch.arange(4) % CLASSES
     done = compiled(model, x, target, F.cross_entropy, 3, strategy, analysed=program)
-    assert done.verify(dtype=torch.float64).holds
+    assert done.verify(steps=2, dtype=torch.float64).holds
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_one_example_on_a_rank_is_left_out_by_chance_as_in_one_process() -> None
 @pytest.mark.slow
 @along(1, strategy=["data_parallel", "layer_separation"], loss=[untraceable.finite_loss, untraceable.FiniteLoss()])
 def test_a_loss_that_is_a_region_trains_as_in_one_process(loss: Any, strategy: str) -> None:
-    assert program_of(Perceptron(), strategy, loss).verify(dtype=torch.float64).holds
+    assert program_of(Perceptron(), strategy, loss).verify(steps=2, dtype=torch.float64).holds
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_the_report_names_regions_with_their_share_and_the_line() -> None:
 @sampled("strategy", ["data_parallel", "parameter_server"], one_in=2)
 def test_a_model_that_is_one_region_trains_as_in_one_process(strategy: str) -> None:
     torch.manual_seed(0)
-    assert program_of(untraceable.Whole(), strategy).verify(dtype=torch.float64).holds
+    assert program_of(untraceable.Whole(), strategy).verify(steps=2, dtype=torch.float64).holds
 
 
 class ThreeNames(torch.nn.Module):
@@ -190,7 +190,7 @@ def test_a_build_says_whose_code_it_runs() -> None:
 def test_a_saved_build_imports_the_users_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     torch.manual_seed(0)
-    assert program_of(untraceable.gated, "layer_separation").verify(processes=True, dtype=torch.float64).holds
+    assert program_of(untraceable.gated, "layer_separation").verify(steps=2, processes=True, dtype=torch.float64).holds
 
 
 class Deciding(torch.nn.Module):
@@ -208,7 +208,7 @@ def test_a_branch_on_the_whole_batch_is_that_of_one_process(strategy: str) -> No
     torch.manual_seed(0)
     model = Perceptron(Deciding())
     program = program_of(model, strategy)
-    assert program.verify(dtype=torch.float64).holds
+    assert program.verify(steps=2, dtype=torch.float64).holds
     assert "test_own_code.py:" in program.report() and "computed from several examples" in " ".join(
         program.report().split()
     )

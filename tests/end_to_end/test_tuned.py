@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_command_writes_a_build_of_the_fastest_and_remembers_it(folder: Path) -> None:
-    command = ["splitc.cli", "tune", "m.py", "--world", "2", "--cluster", "cpu16-10gbe", "--budget", "4"]
+    command = ["splitc.cli", "tune", "m.py", "--world", "2", "--cluster", "cpu16-10gbe", "--budget", "2"]
     cache = str(folder / "cache")
     first = run(folder, *command, cache=cache)
     plan = read_plan_file(folder / "build" / "plan.json")
@@ -88,7 +88,7 @@ def test_a_finalist_in_which_a_rank_is_killed_is_out(folder: Path) -> None:
         "tuning.rows_of = dying\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "SPLITC_CACHE": "off", "OMP_NUM_THREADS": "1"}
-    command = ["splitc.cli", "tune", "m.py", "--world", "2", "--cluster", "cpu16-10gbe", "--budget", "4"]
+    command = ["splitc.cli", "tune", "m.py", "--world", "2", "--cluster", "cpu16-10gbe", "--budget", "2"]
     done = subprocess.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (folder / "died").exists()

@@ -57,7 +57,7 @@ def test_the_ctc_loss_is_captured(reduction: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["layer_separation", "data_parallel"])
 def test_the_ctc_loss_trains_as_in_one_process(strategy: str) -> None:
-    assert compiled(speech_model(), *speech(), nn.CTCLoss(), 2, strategy).verify(dtype=torch.float64).holds
+    assert compiled(speech_model(), *speech(), nn.CTCLoss(), 2, strategy).verify(steps=2, dtype=torch.float64).holds
 
 
 def test_the_gradient_of_a_mean_over_no_examples_has_a_shape() -> None:

@@ -78,7 +78,7 @@ def test_whatever_is_damaged_resuming_is_right_or_goes_back_aloud(strategy: str,
     states, fallbacks = written(strategy, folder), 0
     shutil.copytree(run, whole)
     newest = sorted(path.relative_to(run) for path in run.glob("*/step-000002/*"))
-    for seed, path in enumerate(path for path in newest for _ in range(2)):
+    for seed, path in enumerate(newest):
         damage = DAMAGES[(seed + seed // 4) % 4]
         shutil.rmtree(run)
         shutil.copytree(whole, run)

@@ -92,14 +92,14 @@ def run(strategy: str, first: int, last: int, *arguments: Any, **options: Any) -
 
 
 @pytest.mark.slow
-@along(1, strategy=list(PLANS)[::2], half=[10, 9])
-def test_twenty_batches_are_some_a_checkpoint_and_the_others_bit_for_bit(
+@along(1, strategy=list(PLANS)[::2], half=[6, 5])
+def test_twelve_batches_are_some_a_checkpoint_and_the_others_bit_for_bit(
     strategy: str, half: int, tmp_path: Path
 ) -> None:
-    """After 9 batches one waits for its update."""
-    losses, state = run(strategy, 0, 20)
+    """After 5 batches one waits for its update."""
+    losses, state = run(strategy, 0, 12)
     first, _ = run(strategy, 0, half, tmp_path / "run")
-    second, last = run(strategy, half, 20, tmp_path / "run", resumed=True)
+    second, last = run(strategy, half, 12, tmp_path / "run", resumed=True)
     assert first + second == losses
     assert state is not None
     assert last is not None

@@ -241,7 +241,7 @@ def test_batch_norm_over_all_workers_is_that_of_one_process(place: Where) -> Non
 @pytest.mark.processes
 def test_real_processes_are_the_same_training() -> None:
     """One server beside a worker, one on its own."""
-    result = served(ConvNet(), (0, 1), (1, 2)).verify(processes=True)
+    result = served(ConvNet(), (0, 1), (1, 2)).verify(steps=2, processes=True)
     assert result.holds and result.processes, str(result)
 
 
