@@ -154,6 +154,7 @@ def plain() -> tuple[nn.Module, Program]:
     return model, analyse(model, *batch(torch.float32), F.cross_entropy)
 
 
+@cache
 def files(text: str, strategy: str = "modulo_shard(mp=2)", world: int = 2) -> dict[str, str]:
     """What is generated when model, cluster, strategy and source lines have this text for a name."""
     model, known = plain()

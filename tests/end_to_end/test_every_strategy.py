@@ -17,7 +17,7 @@ from tests.support.compiled import compiled
 from tests.support.every_strategy import Asked, everywhere, group_size, planned
 from tests.support.models import CASES
 from tests.support.norm_kernels import kernels_on_the_cpu
-from tests.support.sampling import along, in_pairs, sampled
+from tests.support.sampling import along, sampled
 
 
 def assert_exact(result: Verification, dtype: torch.dtype = torch.float64) -> None:
@@ -110,7 +110,7 @@ def test_synchronised_norms_are_those_of_one_process_over_the_whole_batch(
 
 
 @pytest.mark.slow
-@in_pairs(2, at=[(2, 5), (3, 7), (4, 9), (4, 11)], scheme=["B/K", "B", "BK"])
+@along(2, at=[(4, 9), (2, 5), (3, 7), (4, 11)], scheme=["B/K", "B", "BK"])
 def test_batches_and_features_that_groups_do_not_divide_are_one_process(at: tuple[int, int], scheme: str) -> None:
     world, batch = at
     size = group_size(world)

@@ -126,7 +126,7 @@ def masked(scores: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@in_pairs(
+@along(
     1,
     strategy=["layer_separation(n_c=2,n_f=1)", "layer_separation(n_c=1,n_f=2)", "hybrid_single", "data_parallel"],
     loss=[weighted, masked],

@@ -26,7 +26,7 @@ from splitc.runtime.data import as_tuple, order, tail_offsets
 from splitc.runtime.loader import Loader, taken_over
 from splitc.runtime.spec import Input
 from splitc.runtime.transport.base import CompletedWork
-from tests.support.sampling import in_one, in_pairs
+from tests.support.sampling import along, in_one, in_pairs
 
 BOUNDS = [(0, 4), (0, 3, 6), (0, 5, 7, 12), (0, 1, 2, 3, 4)]
 
@@ -198,7 +198,7 @@ def seen(loader: Loader, steps: int | None = None) -> list[int]:
 
 
 @pytest.mark.slow
-@in_pairs(2, steps=[1, 4, 3, 0], stream=[True, False], workers=[0, 1])
+@along(2, steps=[1, 4, 3, 0], stream=[True, False], workers=[0, 1, 1, 0])
 def test_a_position_goes_on_where_another_loader_stood_with_batches_of_another_size(
     steps: int, stream: bool, workers: int
 ) -> None:

@@ -145,7 +145,7 @@ def test_dropout_inside_packed_sequences_is_that_of_one_process(kind: type[nn.RN
     model = Packed(kind, bidirectional=kind is nn.GRU).double()
     inputs = torch.randn(4, 6, 4, dtype=F64), torch.tensor([2, 6, 6, 4])
     model(*inputs)
-    result = compiled(model, inputs, torch.arange(4), F.cross_entropy, 3, "data_parallel").verify(steps=12)
+    result = compiled(model, inputs, torch.arange(4), F.cross_entropy, 3, "data_parallel").verify(steps=5)
     assert holds(result), result
 
 
