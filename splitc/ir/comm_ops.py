@@ -186,38 +186,32 @@ def dropout(
     *,
     draw: int,
     feature_dims: int = 0,
-    dim: int | None = 0,
-    rows: int = 1,
-    outer: int = 1,
     features: int | None = None,
     evaluating: bool = False,
     own: bool = False,
+    **where: Any,
 ) -> torch.Tensor:
     """Apply dropout with a mask that depends on seed, step, draw, example and position, not on the rank.
 
     draw: the ordinal of the random call in forward and loss.  feature_dims: leading dims of the mask; 0: all.
-    dim, rows, outer: where its examples lie (see `Layout`).
+    where: its examples lie: dim, rows, outer of a `Layout`.
     features: size of the whole last dim, of which the rank has a slice; None: it has all.
     evaluating: also in evaluation mode.  own: the value has this rank's own examples, not those of its group.
     """
     mode = running()
-    return F.dropout(value, p) if mode is None else mode.mask(value, p, feature_dims, (draw,), Layout(dim, rows, outer))
+    return F.dropout(value, p) if mode is None else mode.mask(value, p, feature_dims, (draw,), Layout(**where))
 
 
-def uniform(
-    like: torch.Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1, own: bool = False
-) -> torch.Tensor:
+def uniform(like: torch.Tensor, *, draw: int, own: bool = False, **where: Any) -> torch.Tensor:
     """Numbers in [0, 1) in the shape and dtype of `like`, seeded as the masks of `dropout` are."""
     mode, like = running(), like.detach()
-    return torch.rand_like(like) if mode is None else mode.numbers("uniform", like, (draw,), Layout(dim, rows, outer))
+    return torch.rand_like(like) if mode is None else mode.numbers("uniform", like, (draw,), Layout(**where))
 
 
-def normal(
-    like: torch.Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1, own: bool = False
-) -> torch.Tensor:
+def normal(like: torch.Tensor, *, draw: int, own: bool = False, **where: Any) -> torch.Tensor:
     """Numbers of the standard normal distribution in the shape and dtype of `like`, seeded likewise."""
     mode, like = running(), like.detach()
-    return torch.randn_like(like) if mode is None else mode.numbers("normal", like, (draw,), Layout(dim, rows, outer))
+    return torch.randn_like(like) if mode is None else mode.numbers("normal", like, (draw,), Layout(**where))
 
 
 def store_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:

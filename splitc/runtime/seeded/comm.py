@@ -39,16 +39,14 @@ class Masks(NamedTuple):
         *,
         draw: int,
         feature_dims: int = 0,
-        dim: int | None = 0,
-        rows: int = 1,
-        outer: int = 1,
         features: int | None = None,
         evaluating: bool = False,
         own: bool = False,
+        **where: Any,
     ) -> Tensor:
         """Dropout whose mask one process draws too (see `kernels.dropout`); outside of training only if `evaluating`.
 
-        draw: the ordinal of the random call.  dim, rows, outer: see `Layout`.
+        draw: the ordinal of the random call.  where: dim, rows, outer of its `Layout`.
         features: size of the last dim, of which `value` has a shard.  own: `value` has this rank's own examples, not
         those of its group.
         """
@@ -56,7 +54,9 @@ class Masks(NamedTuple):
             return value
         columns = None if features is None else (sum(feature_widths(features, self.size)[: self.member]), features)
         examples = self.own if own else self.examples
-        return kernels.dropout(value, p, self.numbers, examples, (draw,), feature_dims, dim, rows, outer, columns)
+        return kernels.dropout(
+            value, p, self.numbers, examples, (draw,), Layout(**where, columns=columns), feature_dims
+        )
 
 
 class SeededComm(Part):
@@ -72,17 +72,13 @@ class SeededComm(Part):
         """`Masks.dropout`."""
         return self.masks().dropout(value, p, **options)
 
-    def uniform(
-        self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1, own: bool = False
-    ) -> Tensor:
+    def uniform(self, like: Tensor, *, draw: int, own: bool = False, **where: Any) -> Tensor:
         """Numbers in [0, 1) that one process draws too, in the shape and dtype of `like`."""
-        return self._draws(own).uniform(like, (draw,), Layout(dim, rows, outer))
+        return self._draws(own).uniform(like, (draw,), Layout(**where))
 
-    def normal(
-        self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1, own: bool = False
-    ) -> Tensor:
+    def normal(self, like: Tensor, *, draw: int, own: bool = False, **where: Any) -> Tensor:
         """Numbers of the standard normal distribution that one process draws too, in the shape and dtype of `like`."""
-        return self._draws(own).normal(like, (draw,), Layout(dim, rows, outer))
+        return self._draws(own).normal(like, (draw,), Layout(**where))
 
     @contextmanager
     def seeded(self, draw: int, draws: Sequence[tuple[Any, ...]] = (), own: bool = False) -> Iterator[SeededRandom]:

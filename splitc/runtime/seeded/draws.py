@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,31 +15,10 @@ from torch import Tensor
 from ..pieces import indices
 from .kernels import dropout
 from .words import Grid, logical_shift, words_of
+from .words import Layout as Layout
 
 Label = tuple[int, ...]
 """Which draw of the step: the ordinal of the call in forward and loss; inside a region, the region's and its own."""
-
-
-class Layout(NamedTuple):
-    """Where the examples of a tensor lie: along `dim`, with `rows` rows each; None: it has no examples.
-
-    outer: the rows of an example lie apart, (outer, examples, rows / outer) flattened, as in sequences time first.
-    columns: the first index of a shard of the last dim, and the size of the whole; None: the tensor has all of it.
-    shape: of the tensor for one example; None: any.
-    """
-
-    dim: int | None = 0
-    rows: int = 1
-    outer: int = 1
-    columns: tuple[int, int] | None = None
-    shape: tuple[int, ...] | None = None
-
-    def fits(self, shape: tuple[int, ...], examples: int | None) -> bool:
-        """Whether a tensor of so many examples (None: of any number) may lie so."""
-        sizes = (n * (examples or shape[d] // n) if d == self.dim else n for d, n in enumerate(self.shape or ()))
-        if self.shape is None:
-            return self.dim is None or self.dim < len(shape)
-        return len(shape) == len(self.shape) and shape == tuple(sizes)
 
 
 @dataclass(frozen=True)
@@ -62,9 +40,8 @@ class Draws:
         """
         numbers = torch.tensor((self.seed, self.step, 0), device="cpu")
         found = None if self.examples is None else indices(self.examples, value.device)
-        where = layout.dim, layout.rows, layout.outer, layout.columns
         ones = torch.ones(value.shape, dtype=value.dtype, device=value.device)
-        return value * dropout(ones, p, numbers, found, label, feature_dims, *where)
+        return value * dropout(ones, p, numbers, found, label, layout, feature_dims)
 
     def uniform(self, like: Tensor, label: Label, layout: Layout) -> Tensor:
         """Numbers in [0, 1) with the shape and dtype of `like`: multiples of 2^-24 in float32, of 2^-32 in float64."""
@@ -83,7 +60,7 @@ class Draws:
 
     def words(self, shape: torch.Size, device: torch.device, label: Label, layout: Layout, stream: int = 0) -> Tensor:
         """Uniform int32 numbers; another `stream` gives numbers that are independent."""
-        grid = Grid.of(shape, layout.dim, layout.rows, layout.outer, layout.columns)
+        grid = Grid.of(shape, layout)
         with torch.no_grad():
             examples = torch.zeros(grid.count, dtype=torch.int32, device=device)
             if layout.dim is not None and self.examples is not None:

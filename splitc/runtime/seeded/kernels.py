@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .words import Grid, words_of
+from .words import Grid, Layout, words_of
 
 _BLOCK = 1 << 16  # numbers for each thread of a CPU: 256 kB, which stay in its cache
 
@@ -42,22 +42,22 @@ def dropout(
     numbers: Tensor,
     examples: Tensor | None,
     label: Sequence[int],
+    layout: Layout,
     feature_dims: int = 0,
-    dim: int | None = 0,
-    rows: int = 1,
-    outer: int = 1,
-    columns: tuple[int, int] | None = None,
 ) -> Tensor:
     """`value` with elements set to 0 with probability `p` (exact to 2^-32), and the others divided by 1 - p.
 
     numbers: (3,) int64 on the CPU: the seed, the step, what is added to each of `examples`.
     examples: (count,) int32 on the device of `value`: the indices of its examples; None: all draw as example 0.
     feature_dims: 0 for a draw for each element; n for one for each index of the first n dims (dropout2d: 2).
-    dim, rows, outer, columns: see `Layout`.
     Raises ValueError when the value has another number of examples.
     """
-    place = [feature_dims if 0 < feature_dims < value.dim() else value.dim(), -1 if dim is None else dim, rows, outer]
-    found: Tensor = _dropout(value, numbers, examples, p, label, place, columns or ())[0]
+    dims, dim = (
+        feature_dims if 0 < feature_dims < value.dim() else value.dim(),
+        -1 if layout.dim is None else layout.dim,
+    )
+    place = [dims, dim, layout.rows, layout.outer]
+    found: Tensor = _dropout(value, numbers, examples, p, label, place, layout.columns or ())[0]
     return found
 
 
@@ -80,7 +80,7 @@ def _dropout(
     dims, dim, rows, apart = place
     by_example = 0 <= dim < dims
     shard = (columns[0], columns[1]) if columns and dims == value.dim() else None
-    grid = Grid.of(value.shape[:dims], dim if by_example else None, rows, apart, shard)
+    grid = Grid.of(value.shape[:dims], Layout(dim if by_example else None, rows, apart, shard))
     seed, step, before = numbers.tolist()
     if examples is None or not by_example:
         examples, before = torch.zeros(grid.count, dtype=torch.int32, device=value.device), 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -46,13 +45,13 @@ class SeededRandom(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.draws, self.unseeded = draws, set[str]()
-        self._layouts, self._label, self._dropout = layouts or {}, label, dropout
-        self._source = _Eager(self, label)
+        self._layouts, self._dropout = layouts or {}, dropout
+        self._label, self._ordinal = label, 0
 
     def __enter__(self) -> SeededRandom:
         _make_checkpoints_plain()
         if running() is not self:  # else it handles a call, and is entered again for the calls inside
-            self._source.calls = 0
+            self._ordinal = 0
         _running.stack = [*getattr(_running, "stack", []), self]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -63,14 +62,12 @@ class SeededRandom(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        form = form_of(func, args, kwargs)
-        if form is None:
-            return func(*args, **kwargs)
         try:
-            return form(self._source, *args, **kwargs)
+            if (form := form_of(func, args, kwargs)) is not None:
+                return form(self, *args, **kwargs)
         except Unseeded as error:
             self.unseeded.add(str(error))
-            return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
     @contextmanager
     def region(self, draw: int | None = None) -> Iterator[None]:
@@ -78,13 +75,13 @@ class SeededRandom(TorchFunctionMode):
 
         draw: its ordinal; None: the next one.
         """
-        outer = self._source
-        self._source = _Eager(self, outer.next() if draw is None else (draw,))
+        inside = self._next() if draw is None else (draw,)
+        outer, self._label, self._ordinal = (self._label, self._ordinal), inside, 0
         try:
-            with seeded_generators(self.draws.seed, self.draws.step, self._source.label):
+            with seeded_generators(self.draws.seed, self.draws.step, inside):
                 yield
         finally:
-            self._source = outer
+            self._label, self._ordinal = outer
 
     def mask(self, value: Tensor, p: float, feature_dims: int, label: Label, layout: Layout | None = None) -> Tensor:
         """`value` after dropout."""
@@ -107,39 +104,32 @@ class SeededRandom(TorchFunctionMode):
 
     def _guess(self, value: Tensor, merged: bool, count: int | None) -> Layout:
         """Examples in dim 0, if it has their number.  merged: or a multiple of that."""
-        if count is None and self._source.label and value.dim():
+        if count is None and self._label and value.dim():
             return Layout(0)  # in a region: the same for all rows, and so for all examples
         rows, rest = divmod(value.shape[0], count) if count and value.dim() else (0, 1)
         return Layout(0, rows) if rows and not rest and (merged or rows == 1) else Layout(None)
 
+    # -- the draws of the calls inside, as a `Draw` -------------------------------------------------------------------
 
-@dataclass
-class _Eager:
-    """The source of draws of a SeededRandom: counts them, below `label`."""
-
-    mode: SeededRandom
-    label: Label
-    calls: int = field(default=0)
-
-    def next(self) -> Label:
+    def _next(self) -> Label:
         """The label of the next draw."""
-        self.calls += 1
-        return (*self.label, self.calls - 1)
+        self._ordinal += 1
+        return (*self._label, self._ordinal - 1)
 
     def dropout(self, value: Tensor, p: float, feature_dims: int) -> Tensor:
-        return self.mode.mask(value, p, feature_dims, self.next())
+        return self.mask(value, p, feature_dims, self._next())
 
     def uniform(self, like: Tensor) -> Tensor:
-        return self.mode.numbers("uniform", like, self.next())
+        return self.numbers("uniform", like, self._next())
 
     def normal(self, like: Tensor) -> Tensor:
-        return self.mode.numbers("normal", like, self.next())
+        return self.numbers("normal", like, self._next())
 
     def write(self, old: Tensor, new: Tensor) -> Tensor:
         return old.copy_(new)
 
     def inside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with self.mode:
+        with self:
             return function(*args, **kwargs)
 
 

@@ -10,11 +10,34 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B1 - (1 << 32)  # odd, so that neighbours differ in all bits after a multiplication
+
+
+class Layout(NamedTuple):
+    """Where the examples of a tensor lie: along `dim`, with `rows` rows each; None: it has no examples.
+
+    outer: the rows of an example lie apart, (outer, examples, rows / outer) flattened, as in sequences time first.
+    columns: the first index of a shard of the last dim, and the size of the whole; None: the tensor has all of it.
+    shape: of the tensor for one example; None: any.
+    """
+
+    dim: int | None = 0
+    rows: int = 1
+    outer: int = 1
+    columns: tuple[int, int] | None = None
+    shape: tuple[int, ...] | None = None
+
+    def fits(self, shape: tuple[int, ...], examples: int | None) -> bool:
+        """Whether a tensor of so many examples (None: of any number) may lie so."""
+        sizes = (n * (examples or shape[d] // n) if d == self.dim else n for d, n in enumerate(self.shape or ()))
+        if self.shape is None:
+            return self.dim is None or self.dim < len(shape)
+        return len(shape) == len(self.shape) and shape == tuple(sizes)
 
 
 @dataclass(frozen=True)
@@ -34,8 +57,9 @@ class Grid:
         return self.outer, self.count, self.inner
 
     @classmethod
-    def of(cls, shape: Sequence[int], dim: int | None, rows: int, apart: int, columns: tuple[int, int] | None) -> Grid:
-        """See `Layout`; apart: its `outer`."""
+    def of(cls, shape: Sequence[int], layout: Layout) -> Grid:
+        """The draws of a tensor."""
+        dim, rows, apart, columns, _ = layout
         shard = (shape[-1], *columns) if columns else None
         if dim is None:
             return cls(1, 1, math.prod(shape), shard)

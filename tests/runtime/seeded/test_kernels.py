@@ -57,8 +57,7 @@ def dropped(value: Tensor, p: float, name: str) -> Tensor:
     """A value of a layout after dropout."""
     _, layout, intervals, dims = LAYOUTS[name]
     examples = None if intervals is None else indices(intervals, value.device)
-    where = layout.dim, layout.rows, layout.outer, layout.columns
-    return kernels.dropout(value, p, torch.tensor((3, 7, 0)), examples, (5, 1), dims, *where)
+    return kernels.dropout(value, p, torch.tensor((3, 7, 0)), examples, (5, 1), layout, dims)
 
 
 def run(value: Tensor, p: float, name: str) -> tuple[Tensor, Tensor]:
