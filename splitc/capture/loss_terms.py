@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import fx
 
-from splitc.ir.graph import has_examples, info, is_region, op_name, set_info
+from splitc.ir.graph import has_examples, info, is_region, op_name, reached, set_info
 from splitc.ir.program import Program, SizeSpec, TensorSpec
 from splitc.ir.torch_ops import ops_with
 
@@ -241,14 +241,7 @@ def _dependent(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def _ancestors(node: fx.Node) -> Iterator[fx.Node]:
-    seen: set[fx.Node] = set()
-    todo = list(node.all_input_nodes)
-    while todo:
-        value = todo.pop()
-        if value not in seen:
-            seen.add(value)
-            yield value
-            todo += value.all_input_nodes
+    return reached(node.all_input_nodes, lambda value: value.all_input_nodes)
 
 
 def _added_number(node: fx.Node) -> float:

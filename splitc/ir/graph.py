@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from splitc.ir.program import Cut, Program, Spec, TensorSpec
 from splitc.ir.regions import OwnCode, Region, names_in
 from splitc.ir.transitions import TRANSITIONS
 from splitc.runtime.collectives.layouts import State
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,16 @@ def at_the_end(
     with graph.inserting_before(graph.output_node()):
         node = graph.call_function(function, (), {"role": role, "parameters": parameters, **options})
     set_info(node, NodeInfo(source="gradients", role=role))
+
+
+def reached(first: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Yield what can be reached from some things, these included, each once."""
+    seen, todo = set[T](), [*first]
+    while todo:
+        if (each := todo.pop()) not in seen:
+            seen.add(each)
+            yield each
+            todo += step(each)
 
 
 def put_in_place(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from splitc.capture.example.example import Example
 from splitc.capture.refusals import writes_text
@@ -24,6 +24,7 @@ from splitc.capture.trace.batch_dims import infer_spec
 from splitc.errors import CaptureError
 from splitc.ir.autocast import under_autocast
 from splitc.ir.costs import LayerCost, OpCost
+from splitc.ir.graph import reached
 from splitc.ir.program import SizeSpec, TensorSpec
 from splitc.ir.regions import OwnCode, Templates, Unread, fit, is_inside, made_like, specs_in
 from splitc.runtime.generators import same_generators
@@ -193,7 +194,7 @@ class Runs:
 
 def _watch(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, counter: Counter | None) -> _Call:
     """Call a module on inputs that hang together with nothing before it."""
-    args, kwargs = tree_map(_cut_off, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))
     inputs, ops = [tensor for _, tensor in tensors((args, kwargs))], list[OpCost]()
     before = _copied(module)
     versions, state = [tensor._version for tensor in inputs], torch.get_rng_state()
@@ -226,10 +227,6 @@ def _watch(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, 
 def _copied(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the module's parameters and buffers by name."""
     return {name: t.detach().clone() for name, t in (*module.named_buffers(), *module.named_parameters())}
-
-
-def _cut_off(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def _output(path: str, small: _Call, large: _Call, other: _Call) -> Any:
@@ -294,11 +291,8 @@ def _kept(path: str, known: set[int], *calls: _Call) -> dict[str, bool]:
 
 def _leaves(output: Any) -> list[Tensor]:
     """The leaf tensors that require a gradient, on which an output depends."""
-    waiting, seen = [tensor.grad_fn for _, tensor in tensors(output)], set[Any]()
-    for function in waiting:  # which grows
-        if function is not None and function not in seen:
-            seen.add(function)
-            waiting += [before for before, _ in function.next_functions]
+    first: list[Any] = [tensor.grad_fn for _, tensor in tensors(output)]
+    seen = reached(first, lambda function: [before for before, _ in function.next_functions] if function else [])
     return [function.variable for function in seen if hasattr(function, "variable")]
 
 

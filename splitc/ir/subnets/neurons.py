@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.ir.elementwise import is_elementwise, keeps_features
-from splitc.ir.graph import arguments_of, called_module, info, op_name, shape_of, tensors_of_node
+from splitc.ir.graph import arguments_of, called_module, info, op_name, reached, shape_of, tensors_of_node
 from splitc.ir.linears import Linear, as_linear, embedding_weight, linear_layers
 from splitc.ir.program import Program, TensorSpec
 from splitc.runtime.spec import DealtDims, Neurons
@@ -200,16 +200,8 @@ class _Walk:
 
     def _is_final(self, node: fx.Node) -> bool:
         """Whether no layer with parameters follows."""
-        with_parameters = {layer.name for layer in self._program.layers if layer.tensors}
-        todo, seen = [node], {node}
-        while todo:
-            for user in todo.pop().users:
-                if info(user).layer in with_parameters - {info(node).layer}:
-                    return False
-                if user not in seen:
-                    seen.add(user)
-                    todo.append(user)
-        return True
+        others = {layer.name for layer in self._program.layers if layer.tensors} - {info(node).layer}
+        return others.isdisjoint(info(user).layer for user in reached(node.users, lambda user: user.users))
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
