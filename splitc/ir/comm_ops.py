@@ -52,36 +52,23 @@ def gather_indices(indices: Sequence[torch.Tensor]) -> None:
 
 
 def late_embedding(
-    indices: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    padding_idx: int | None = None,
-    sparse: bool = False,
-    pool: str = "",
-    gathered: int | None = None,
+    indices: torch.Tensor, weight: torch.Tensor, *, pool: str = "", gathered: int | None = None, **options: Any
 ) -> torch.Tensor:
     """Look up rows of a table.  Backward all-gathers indices and output errors; every rank adds them to its rows.
 
     pool: the method, sum or mean, that makes one row of those of each example.
     gathered: which of those of `gather_indices` the indices are; None: they travel with the errors.
+    options: of `F.embedding`.
     """
-    rows = F.embedding(indices, weight, padding_idx, sparse=sparse)
+    rows = F.embedding(indices, weight, **options)
     return getattr(rows, pool)(1) if pool else rows
 
 
 def late_embedding_bag(
-    indices: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    mode: str,
-    per_sample_weights: torch.Tensor | None = None,
-    padding_idx: int | None = None,
-    sparse: bool = False,
-    gathered: int | None = None,
+    indices: torch.Tensor, weight: torch.Tensor, *, gathered: int | None = None, **options: Any
 ) -> torch.Tensor:
     """Sum or average rows of bags, whose indices and weights, and the bags' errors, are all-gathered likewise."""
-    options: dict[str, Any] = {"mode": mode, "padding_idx": padding_idx, "sparse": sparse}
-    return F.embedding_bag(indices, weight, per_sample_weights=per_sample_weights, **options)
+    return F.embedding_bag(indices, weight, **options)
 
 
 def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

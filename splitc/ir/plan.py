@@ -9,7 +9,7 @@ import hashlib
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ SERVER = "server"
 
 _ALONE = Grouping(1, "BK")
 MOST_RANKS = 100_000
+_WHERE_UNUSUAL = ("rounds", "insert_norm", "schedule", "accumulate", "bucket_bytes", "wire", "sum_shares")
 _ROLES = Limit(bool, 'of the ranks of each role, as {"trunk": [0, 1], "head": [2]}')
 
 
@@ -359,20 +360,14 @@ class Plan:
     def decision(self) -> dict[str, Any]:
         """All fields but the prediction, under their names in plan.json."""
         decided = asdict(replace(self.decided, placements={}, prediction=Prediction()))
-        decided["placements"] = {name: {**vars(place)} for name, place in self.decided.placements.items()}
-        del decided["prediction"], decided["part_of"]
+        for layer, place in self.decided.placements.items():
+            parts = vars(place).items()
+            decided["placements"][layer] = {k: v for k, v in parts if v is not None or k not in ("state", "arrives")}
         if self.rounds is not None and self.rounds.patience is None:
             del decided["rounds"]["patience"]
-        for place in decided["placements"].values():
-            for part in ("state", "arrives"):
-                if place[part] is None:
-                    del place[part]
-        usual: dict[str, Any] = {"rounds": None, "insert_norm": False, "schedule": "all_forward", "accumulate": 1}
-        usual |= {"bucket_bytes": None, "wire": asdict(AS_COMPUTED), "sum_shares": ()}
-        for name, value in usual.items():
-            if decided[name] == value:
-                del decided[name]
-        return {KEYS.get(name, name): value for name, value in decided.items()}
+        usual = {each.name for each in fields(self) if getattr(self, each.name) == each.default}
+        left_out = {"prediction", "part_of", *usual.intersection(_WHERE_UNUSUAL)}
+        return {KEYS.get(name, name): value for name, value in decided.items() if name not in left_out}
 
     @property
     def hash(self) -> str:
