@@ -155,7 +155,7 @@ def _mark_copied(graph: fx.Graph, own: set[str]) -> None:
             copied = node.target not in own
         elif node.op in ("placeholder", "output", "call_module"):
             copied = False
-        elif isinstance(info(node).spec, SizeSpec) or _is_device(node):
+        elif isinstance(info(node).spec, SizeSpec) or (node.target is getattr and node.args[1] == "device"):
             copied = True
         else:
             copied = all(info(n).copied_to_each_stage for n in node.all_input_nodes)
@@ -163,7 +163,3 @@ def _mark_copied(graph: fx.Graph, own: set[str]) -> None:
     stored = [node for node in graph.nodes if node.target is store_buffer and not info(node).copied_to_each_stage]
     if found := {str(node.args[0].target) for node in stored} - own:
         _mark_copied(graph, own | found)
-
-
-def _is_device(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is getattr and node.args[1] == "device"

@@ -92,18 +92,15 @@ class ModuleTree:
     def lines(self) -> list[str]:
         """The body of `__init__`."""
         origins = {_origin(own) for own in self._regions.values() if not own.is_function}
-        first = [f"{name} = own_model({name})" for name in sorted(origins)]
-        return [*first, *self._lines()]
-
-    def _lines(self) -> list[str]:
+        lines = [f"{name} = own_model({name})" for name in sorted(origins)]
         if self.base in ("nn.Module", "OwnModel"):
-            lines = [f"super().__init__({self._modules.get('', '')})"]
+            lines.append(f"super().__init__({self._modules.get('', '')})")
             for path in self._children(""):
                 first, *rest = self._value(path)
                 lines += [f"self.{path} = {first}", *rest]
                 lines[-1] += self._notes.get(path, "")
         else:
-            lines = ["super().__init__({", *self._entries(""), "})"]
+            lines += ["super().__init__({", *self._entries(""), "})"]
         for path in self._tensors:
             if self._kinds[path.rpartition(".")[0]] != "nn.ParameterDict" and not self._is_tied(path):
                 lines.append(self._assignment(path))

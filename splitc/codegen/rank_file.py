@@ -98,19 +98,12 @@ def _exchanged(program: LoweredProgram, stages: Sequence[Stage], rank: int) -> l
 
 def _file(head: list[str], modules: list[str], program: LoweredProgram, spec: RankSpec) -> str:
     """A file with the imports that its description needs."""
-    body = [*source(spec, "rank = ")]
-    names = [name for name in runtime.__all__ if uses(body, f"{name}(")]
-    lines = [
-        *head,
-        "",
-        *sorted([*modules, *constant_imports(body)]),
-        "",
-        f"from splitc.runtime import {', '.join(names)}",
-        "",
-    ]
-    exported = sorted({"Stage", "rank", *_functions(spec)})
-    lines += [f"__all__ = [{', '.join(map(literal, exported))}]", "", f'PLAN = "{program.plan.hash}"', "", *body, ""]
-    return "\n".join(lines)
+    body = source(spec, "rank = ")
+    names = ", ".join(name for name in runtime.__all__ if uses(body, f"{name}("))
+    imports = [*sorted([*modules, *constant_imports(body)]), "", f"from splitc.runtime import {names}"]
+    exported = ", ".join(map(literal, sorted({"Stage", "rank", *_functions(spec)})))
+    sections = head, imports, [f"__all__ = [{exported}]"], [f'PLAN = "{program.plan.hash}"'], [*body, ""]
+    return "\n\n".join(map("\n".join, sections))
 
 
 def _functions(spec: RankSpec) -> tuple[str, ...]:

@@ -73,26 +73,23 @@ def role_spec(program: LoweredProgram, stage: Stage, rank: int) -> RoleSpec:
     owners = plan.owners(role, rank)
     named = ((name, each) for name in stage.shards for each in dict.fromkeys((name, *program.tensors[name].names)))
     shards = ((each, shard_of(program, stage, name, owners.index(rank), len(owners))) for name, each in named)
+
+    def routes(other: str, grouped: str = "") -> tuple[Route, ...]:
+        found = (plan if other in plan.roles else beside[-1].plan).routes(rank, role, other, grouped)
+        return tuple(Route(*route) for route in found)
+
     spec = RoleSpec(
         role,
         plan.interval(role, rank),
         plan.replicas(role, rank),
-        {
-            other: tuple(
-                Route(*route) for route in (plan if other in plan.roles else beside[-1].plan).routes(rank, role, other)
-            )
-            for other in dict.fromkeys(c.other(role) for c in cuts)
-        },
+        {other: routes(other) for other in dict.fromkeys(c.other(role) for c in cuts)},
         group,
         plan.groups[role].scheme if group else "BK",
         plan.microbatches,
         trained_every_microbatch(program, stage),
         {name: Shard(*shard) for name, shard in shards if shard is not None},
         plan.all_reduce,
-        group_routes={
-            other: tuple(Route(*route) for route in plan.routes(rank, role, other, grouped))
-            for other, grouped in together.items()
-        },
+        group_routes={other: routes(other, grouped) for other, grouped in together.items()},
         ranks=plan.together(role, rank) if any(node.kwargs.get("own") for node in stage.graph.nodes) else (),
         own_sums=stage.own_sums,
     )

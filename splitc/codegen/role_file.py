@@ -28,10 +28,9 @@ def role_file(program: LoweredProgram, rank_program: RankProgram) -> str:
     held = stages or [own for each in features() if (own := each.stage(program, rank_program)) is not None]
     peaks = {stage.role: {plan.peak_batch(stage.role, rank) for rank in rank_program.ranks} for stage in stages}
     batches = {role: min(found) if len(found) == 1 else None for role, found in peaks.items()}
-    body = [f'PLAN = "{plan.hash}"', "", "", *stage_class(program, held, batches), "", ""]
-    for lines in _constants(program, rank_program, stages):
-        body += [*lines, "", ""]
-    body += step_functions(program, rank_program)
+    tables, functions = _constants(program, rank_program, stages), step_functions(program, rank_program)
+    parts = [[f'PLAN = "{plan.hash}"'], stage_class(program, held, batches), *tables, *functions]
+    body = "\n\n\n".join(map("\n".join, parts)).splitlines()
     constants = [line for each in constant_imports(body) for line in ("", each)]
     return "\n".join([*_header(program, rank_program, stages), "", *module_imports(body), *constants, "", *body, ""])
 

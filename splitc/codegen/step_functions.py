@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from splitc.codegen.features import features
 from splitc.codegen.step import StepWriter
@@ -10,21 +10,22 @@ from splitc.ir.program import LoweredProgram, Refusal, Stage
 from splitc.ir.schedule.actions import RankProgram
 
 
-def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
-    """The lines of all functions."""
+def step_functions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[list[str]]:
+    """Yield the lines of each function."""
     train = StepWriter(program, rank_program)
     step = f"Forward and backward of one batch; the gradients {_where(train.stages)}." if train.stages else _doc("step")
     loss = "The loss of one batch, forward only." if train.stages else _doc("evaluate")
-    lines = train.function("step", step)
-    for own in (own for feature in features() for own in feature.further(train)):
-        lines += ["", "", *own]
-    return [*lines, "", "", *_evaluate(program, rank_program, loss), "", "", *_predict(program, rank_program)]
+    yield train.function("step", step)
+    for feature in features():
+        yield from feature.further(train)
+    yield _evaluate(program, rank_program, loss)
+    yield _predict(program, rank_program)
 
 
 def _evaluate(program: LoweredProgram, rank_program: RankProgram, doc: str) -> list[str]:
     """The lines of `evaluate`."""
     if isinstance(evaluated := program.evaluated, Refusal):
-        return ["def evaluate(*_):", '    """Refused; rankN.py says why."""', "    raise NotImplementedError"]
+        return _refused("evaluate")
     writer = StepWriter(evaluated, evaluated.rank_program(rank_program.ranks[0]), trains=False)
     return writer.function("evaluate", doc)
 
@@ -32,7 +33,7 @@ def _evaluate(program: LoweredProgram, rank_program: RankProgram, doc: str) -> l
 def _predict(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
     """The lines of `predict`."""
     if isinstance(predicted := program.predicted, Refusal):
-        return ["def predict(*_):", '    """Refused; rankN.py says why."""', "    raise NotImplementedError"]
+        return _refused("predict")
     trained = [role for role in rank_program.roles if role in program.plan.roles]
     writer = StepWriter(predicted, predicted.rank_program(rank_program.ranks[0]), trains=False, trained=trained)
     if any(stage.has_loss for stage in writer.stages):
@@ -42,6 +43,10 @@ def _predict(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
     else:
         doc = _doc("predict")
     return writer.function("predict", doc)
+
+
+def _refused(function: str) -> list[str]:
+    return [f"def {function}(*_):", '    """Refused; rankN.py says why."""', "    raise NotImplementedError"]
 
 
 def _where(stages: Sequence[Stage]) -> str:

@@ -92,12 +92,8 @@ def _exchange(writer: Writer, action: Action, comm: str, waits: bool = True) -> 
     if bucket != first:
         return []
     if action.verb == "arrive":
-        own = (
-            "plus what this rank trained meanwhile"
-            if rounds.mixing is None
-            else f"mixed with {rounds.mixing:g} of its own"
-        )
-        return [(f"{comm}.arrive({fragment})", own)]
+        mixed = "" if rounds.mixing is None else f"mixed with {rounds.mixing:g} of its own"
+        return [(f"{comm}.arrive({fragment})", mixed or "plus what this rank trained meanwhile")]
     given = f"{name}[{first}:{end}], {fragment}" if rounds.fragments > 1 else name
     note = f"{buckets_text(program, stage, stage.averaged[first:end])}, over all units"
     note += ", through the first one" if rounds.through == "server" else ""
