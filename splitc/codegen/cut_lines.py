@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitc import units
 from splitc.codegen.layout import Line
-from splitc.codegen.stage_names import variables
+from splitc.codegen.stage_names import receiving, variables
 from splitc.ir.constructors import literal
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage, TensorSpec
 from splitc.ir.schedule.actions import Action, RankProgram
@@ -30,46 +30,47 @@ class Comm:
 
 
 class CutLines:
-    """The variables that hold a cut on its way, and the lines that move it.
+    """The variables of a function that hold a cut on its way, and the lines that move it.
 
-    comms: the roles whose communicators the function takes.
-    microbatched: the roles that run their stage once for each of several microbatches.  Where all roles do, values that
-    one action leaves to a later one are kept by microbatch: `cut0[k]`.  tables: of such values, what each is at first.
+    Where gradients go back and a rank's roles run their stage once for each of several microbatches, values that one
+    action leaves to a later one are kept by microbatch: `cut0[k]`.
+
+    name: of the function; "step" trains, others run one batch as a whole, forward.
+    trained: of "predict", the roles of the rank in training, whose `Stage` and communicators it uses.
     """
 
     def __init__(
-        self,
-        program: LoweredProgram,
-        rank_program: RankProgram,
-        training: bool,
-        microbatched: Collection[str],
-        comms: Sequence[str],
+        self, program: LoweredProgram, rank_program: RankProgram, name: str = "step", trained: Sequence[str] = ()
     ) -> None:
-        self._program, self._rank_program = program, rank_program
-        self._training, self._microbatched = training, microbatched
-        self._in_pieces = bool(microbatched) and program.plan.in_pieces
-        self.comms = comms
-        self.tables: dict[str, str] = {}
+        self.program, self.rank_program, self._name = program, rank_program, name
+        self._plan, self._training, self._predicts = program.plan, name == "step", name == "predict"
+        self.stages = program.stages_of(rank_program)
+        self._microbatched = {stage.role for stage in self.stages if self._training and program.turns(stage) > 1}
+        self._in_pieces = bool(self._microbatched) and self._plan.in_pieces
+        roles = trained if self._predicts else [role for role in rank_program.roles if role in self._plan.roles]
+        readers = set(rank_program.roles) & set(receiving(program)) if self._predicts else ()
+        self._alone, self._comms = len(roles) == 1, [*(roles or rank_program.roles), *readers]
+        self._tables: dict[str, str] = {}  # what is kept by microbatch, and its value at first
 
     def comm(self, role: str) -> str:
         """The variable of a role's communicator."""
-        return "comm" if len(self.comms) == 1 else role
+        return "comm" if len(self._comms) == 1 else role
 
     def part(self, action: Action) -> Comm:
         """The communicator of an action: that of its microbatch, or of the whole batch."""
-        wire, moves_back = self._program.plan.wire, action.row.moves_cut and action.row.backward
-        return Comm(self.comm(action.role), self.repeats(action), moves_back and wire.errors != wire.activations)
+        wire, moves_back = self._plan.wire, action.row.moves_cut and action.row.backward
+        return Comm(self.comm(action.role), self._repeats(action), moves_back and wire.errors != wire.activations)
 
-    def repeats(self, action: Action) -> bool:
+    def _repeats(self, action: Action) -> bool:
         """Whether an action is done once for each microbatch."""
-        return action.role in self._microbatched and self._program.repeats(action)
+        return action.role in self._microbatched and self.program.repeats(action)
 
-    def enters_early(self, action: Action) -> bool:
+    def _is_early_entry(self, action: Action) -> bool:
         """Whether a group begins to take a cut that was just made."""
-        return action.row.what is What.ENTRY and self._is_early(self._program.stage(action.role).cut(action))
+        return action.row.what is What.ENTRY and self._is_early(self.program.stage(action.role).cut(action))
 
     def _is_input(self, cut: Cut) -> bool:
-        return cut.value in self._program.stage(cut.producer).inputs
+        return cut.value in self.program.stage(cut.producer).inputs
 
     # -- variables -----------------------------------------------------------------------------------------------------
 
@@ -77,12 +78,12 @@ class CutLines:
         """A value that a later action uses.  last: nothing uses it after."""
         if not self._in_pieces:
             return name
-        self.tables.setdefault(name, "{}")
+        self._tables.setdefault(name, "{}")
         return f"{name}.pop(k)" if last else f"{name}[k]"
 
     def appended(self, name: str, value: str) -> str:
         """The line that adds a value to a list, which the microbatches have together."""
-        self.tables.setdefault(name, "[]")
+        self._tables.setdefault(name, "[]")
         return f"{name}.append({value})"
 
     def returned(self, cut: Cut, last: bool = False) -> str:
@@ -92,7 +93,7 @@ class CutLines:
     @property
     def _is_parted(self) -> bool:
         """Whether a rank receives as one role between what it sends as another, so that these are functions apart."""
-        return len(self._rank_program.roles) > 1
+        return len(self.rank_program.roles) > 1
 
     def _returns(self, cut: Cut) -> bool:
         """Whether its gradient comes back in this step."""
@@ -101,7 +102,7 @@ class CutLines:
     def produced(self, cut: Cut, last: bool = False) -> str:
         """The producer's own examples of a cut, or the input that it passes on."""
         if self._is_input(cut):
-            named = variables(self._program.stage(cut.producer).graph).items()
+            named = variables(self.program.stage(cut.producer).graph).items()
             return next(name for node, name in named if node.op == "placeholder" and node.target == cut.value)
         return self.returned(cut, last)
 
@@ -109,7 +110,7 @@ class CutLines:
         """The variable of the consumer's own examples of a cut, whole or by microbatch."""
         if not cut.sent:
             return self.produced(cut, last)
-        name = cut.name if len(self.comms) == 1 else f"{cut.name}_{cut.consumer}"
+        name = cut.name if len(self._comms) == 1 else f"{cut.name}_{cut.consumer}"
         return name if self._is_input(cut) else self.kept(name, last)
 
     def _arrived(self, cut: Cut, comm: Comm) -> str:
@@ -137,7 +138,7 @@ class CutLines:
 
     def _is_early(self, cut: Cut) -> bool:
         """Whether a group takes the cut, and gives its gradient back, while it computes on another microbatch."""
-        return self._in_pieces and self._training and self._program.enters_early(cut)
+        return self._in_pieces and self._training and self.program.enters_early(cut)
 
     def argument(self, cut: Cut, comm: Comm) -> str:
         """What the call of the consumer's stage is given."""
@@ -215,15 +216,15 @@ class CutLines:
         """A cut in the dtype that its receiver expects: which operations autocast casts differs between devices."""
         source = self.produced(cut, last=self._is_parted and not self._returns(cut))
         is_made = cut.spec.dtype.is_floating_point and not self._is_input(cut)
-        return f"{source}.to({cut.spec.dtype})" if self._program.autocast is not None and is_made else source
+        return f"{source}.to({cut.spec.dtype})" if self.program.autocast is not None and is_made else source
 
     def _size(self, cut: Cut, stage: Stage, action: Action, comm: Comm) -> str:
         state = cut.travels(action.row.backward)
         if state is not State.BATCH:
-            ranks = self._rank_program.ranks
-            sizes = {sum(op.nbytes for op in of_action(self._program, rank, action)) for rank in ranks}
+            ranks = self.rank_program.ranks
+            sizes = {sum(op.nbytes for op in of_action(self.program, rank, action)) for rank in ranks}
             return f"{'up to ' * (len(sizes) > 1)}{units.nbytes(max(sizes))}{in_state(state)}"
-        batch = common_batch(self._program, self._rank_program, stage, in_pieces=comm.each)
+        batch = common_batch(self.program, self.rank_program, stage, in_pieces=comm.each)
         if batch is None:
             return f"{units.nbytes(cut.spec.nbytes(1))} an example"
         return units.nbytes(cut.spec.nbytes(batch))

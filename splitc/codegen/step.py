@@ -12,7 +12,7 @@ from splitc.codegen.emit import Emitter
 from splitc.codegen.features import features
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.microbatches import microbatched
-from splitc.codegen.stage_names import buckets_text, constant, method_name, receiving, variables
+from splitc.codegen.stage_names import buckets_text, constant, method_name, variables
 from splitc.ir import comm_ops
 from splitc.ir.graph import cut_of, has_own_code, info, tensor_spec
 from splitc.ir.program import LoweredProgram, Stage
@@ -23,55 +23,35 @@ from splitc.ir.wire import of_action
 from splitc.runtime.collectives.layouts import State
 
 
-class StepWriter:
-    """Writes one function of a rank program, from its actions.
-
-    trains: whether gradients go back; else it runs one batch as a whole, forward.
-    trained: of outputs, the roles of the rank in training, whose `Stage` and communicators they use.
-    """
+class StepWriter(CutLines):
+    """Writes one function of a rank program, from its actions."""
 
     def __init__(
-        self,
-        program: LoweredProgram,
-        rank_program: RankProgram,
-        trains: bool = True,
-        trained: Sequence[str] | None = None,
+        self, program: LoweredProgram, rank_program: RankProgram, name: str = "step", trained: Sequence[str] = ()
     ) -> None:
-        self.program, self._plan, self.rank_program = program, program.plan, rank_program
-        self._training = trains
-        roles = [role for role in rank_program.roles if role in self._plan.roles] if trained is None else trained
-        self._alone = len(roles) == 1
-        readers = set(rank_program.roles) & set(receiving(program)) if trained is not None else ()
-        comms = [*(roles or rank_program.roles), *readers]
-        self.stages = program.stages_of(rank_program)
-        self._microbatched = {stage.role for stage in self.stages if self._training and program.turns(stage) > 1}
+        super().__init__(program, rank_program, name, trained)
         self._first_tied = next((a.value for a in rank_program.actions if a.verb == "all_reduce_tied"), "")
-        self._cuts = CutLines(program, rank_program, self._training, self._microbatched, comms)
         lossy = {stage.role for stage in self.stages if stage.has_loss}
         follows = pairwise(rank_program.actions)  # a receive may stand between, where the stage communicates
         self._waits = any(a.verb == "forward" and a.role in lossy and b.verb != "backward" for a, b in follows)
 
-    def function(self, name: str, doc: str) -> list[str]:
+    def function(self, doc: str) -> list[str]:
         """A whole function."""
         actions = [a for a in self.rank_program.actions if not a.row.in_round]
         if not self._training:
             actions = list(self.rank_program.whole)
-        if name == "predict":
+        if self._predicts:
             actions = [a for a in actions if a.verb != "sum_loss"]
         alone = "sum(losses)" if self._microbatched else "loss.detach()"
         loss = alone if self._plan.world == 1 else "total.wait()"
-        result = self._returned() if name == "predict" else loss
+        result = self._returned() if self._predicts else loss
         body = [*self._body(actions), (f"return {result}", "")]
-        return self.function_of(name, self._inputs(), doc, body)
+        return self.function_of(self._name, self._inputs(), doc, body)
 
     def function_of(self, name: str, inputs: Sequence[str], doc: str, body: Sequence[Line]) -> list[str]:
         """The lines of a function that takes `inputs` after communicators and stage."""
-        arguments = ", ".join([*map(self._cuts.comm, self._cuts.comms), "stage", *inputs])
+        arguments = ", ".join([*map(self.comm, self._comms), "stage", *inputs])
         return [*wrapped(f"def {name}({arguments}):", 120), f'    """{doc}"""', *aligned(body, "    ")]
-
-    def comm(self, role: str) -> str:
-        """The variable of a role's communicator."""
-        return self._cuts.comm(role)
 
     def _inputs(self) -> list[str]:
         """The inputs of the program that any of the stages reads or passes on."""
@@ -82,18 +62,17 @@ class StepWriter:
         if not self._microbatched:
             return [line for action in actions for line in self.lines(action)]
         number = max(self.program.turns(stage) for stage in self.stages)
-        cuts = self._cuts
-        nest = loop_nest(actions, number, cuts.repeats, cuts.enters_early)
+        nest = loop_nest(actions, number, self._repeats, self._is_early_entry)
         self._waits |= any(stage.has_loss and stage.role in nest.apart for stage in self.stages)
-        return microbatched(nest, self.lines, cuts.comm, cuts.tables)
+        return microbatched(nest, self.lines, self.comm, self._tables)
 
     def lines(self, action: Action) -> list[Line]:
         """The lines of one action."""
-        comm, row = self._cuts.part(action), action.row
+        comm, row = self.part(action), action.row
         if row.line:
             return [(f"{comm}.{row.line}", row.note)]
         if row.moves_cut:
-            return [self._cuts.line(self.program.stage(action.role), action)]
+            return [self.line(self.program.stage(action.role), action)]
         if action.verb in _LINES:
             return _LINES[action.verb](self, action, comm)
         own = (lines for each in features() if (lines := each.lines(self, action, str(comm))) is not None)
@@ -107,7 +86,7 @@ class StepWriter:
         """What the model returns, of the values that came to this rank; None where it reads no data."""
         for stage in (stage for stage in self.stages if stage.has_loss):
             marked = stage.graph.output_node().all_input_nodes[0]
-            names = {node: self._cuts.received(cut) for node in stage.graph.nodes if (cut := info(node).cut)}
+            names = {node: self.received(cut) for node in stage.graph.nodes if (cut := info(node).cut)}
             names |= {node: name for node, name in variables(stage.graph).items() if node.op == "placeholder"}
             emitter = Emitter(names, str, str)
             emitter.folded |= {n: emitter.expression(n) for n in marked.all_input_nodes if n not in names}
@@ -123,9 +102,7 @@ class StepWriter:
         made = [node for node in weighed(stage) if info(node).once == whole]
         if not made:
             return []
-        given = [
-            self._cuts.received(cut_of(n)) if n.op != "placeholder" else names[n] for n in arriving(stage, Part.WEIGH)
-        ]
+        given = [self.received(cut_of(n)) if n.op != "placeholder" else names[n] for n in arriving(stage, Part.WEIGH)]
         call = self._call(stage, Part.WEIGH, comm, given if whole else self._given(stage, Part.WEIGH, comm))
         return [(f"{', '.join(names[node] for node in made)} = {call}", "what the loss divides by")]
 
@@ -138,9 +115,9 @@ class StepWriter:
         """The arguments of a method, but for what the forward returned."""
         names = variables(stage.graph)
         found = [
-            self._cuts.argument(cut_of(node), comm)
+            self.argument(cut_of(node), comm)
             if node.op != "placeholder"
-            else self._cuts.piece(names[node], tensor_spec(node), comm)
+            else self.piece(names[node], tensor_spec(node), comm)
             for node in arriving(stage, part)
         ]
         return [*found, *(names[node] for node in weighed(stage, part) if part is not Part.WEIGH)]
@@ -149,13 +126,13 @@ class StepWriter:
         stage = self.program.stage(action.role)
         if self.program.loss.target is comm_ops.returned and (stage.has_loss or is_idle(stage)):
             return []
-        lines = [line for cut in stage.receives for line in self._cuts.entry(cut, comm)]
-        returned = [self._cuts.returned(cut) for cut in returned_cuts(stage)]
+        lines = [line for cut in stage.receives for line in self.entry(cut, comm)]
+        returned = [self.returned(cut) for cut in returned_cuts(stage)]
         if stage.has_loss:
-            returned.append(self._cuts.kept("loss") if self._waits else "loss")
+            returned.append(self.kept("loss") if self._waits else "loss")
         inside = [*self._weights(stage, comm), *self._run(stage, comm, returned)]
         adds = stage.has_loss and stage.role in self._microbatched
-        lost = [(self._cuts.appended("losses", f"{returned[-1]}.detach()"), "")] if adds else []
+        lost = [(self.appended("losses", f"{returned[-1]}.detach()"), "")] if adds else []
         if self.program.autocast is None:
             return [*lines, *inside, *lost]
         around = (f"with {comm}.autocast({self.program.autocast}):", "")
@@ -190,12 +167,10 @@ class StepWriter:
     def _backward(self, action: Action, comm: Comm) -> list[Line]:
         stage = self.program.stage(action.role)
         outputs = [
-            (self._cuts.kept(cut.name, last=True), self._cuts.output_gradient(cut))
-            for cut in returned_cuts(stage)
-            if cut.gradient
+            (self.kept(cut.name, last=True), self.output_gradient(cut)) for cut in returned_cuts(stage) if cut.gradient
         ]
         if stage.has_loss:
-            loss = self._cuts.kept("loss", last=True) if self._waits else "loss"
+            loss = self.kept("loss", last=True) if self._waits else "loss"
             outputs.append((f"{comm}.scaled({loss})" if self.program.autocast == torch.float16 else loss, ""))
         if len(outputs) == 1:
             ((value, gradient),) = outputs

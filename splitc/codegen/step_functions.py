@@ -15,7 +15,7 @@ def step_functions(program: LoweredProgram, rank_program: RankProgram) -> Iterat
     train = StepWriter(program, rank_program)
     step = f"Forward and backward of one batch; the gradients {_where(train.stages)}." if train.stages else _doc("step")
     loss = "The loss of one batch, forward only." if train.stages else _doc("evaluate")
-    yield train.function("step", step)
+    yield train.function(step)
     for feature in features():
         yield from feature.further(train)
     yield _evaluate(program, rank_program, loss)
@@ -26,8 +26,7 @@ def _evaluate(program: LoweredProgram, rank_program: RankProgram, doc: str) -> l
     """The lines of `evaluate`."""
     if isinstance(evaluated := program.evaluated, Refusal):
         return _refused("evaluate")
-    writer = StepWriter(evaluated, evaluated.rank_program(rank_program.ranks[0]), trains=False)
-    return writer.function("evaluate", doc)
+    return StepWriter(evaluated, evaluated.rank_program(rank_program.ranks[0]), "evaluate").function(doc)
 
 
 def _predict(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
@@ -35,14 +34,14 @@ def _predict(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
     if isinstance(predicted := program.predicted, Refusal):
         return _refused("predict")
     trained = [role for role in rank_program.roles if role in program.plan.roles]
-    writer = StepWriter(predicted, predicted.rank_program(rank_program.ranks[0]), trains=False, trained=trained)
+    writer = StepWriter(predicted, predicted.rank_program(rank_program.ranks[0]), "predict", trained)
     if any(stage.has_loss for stage in writer.stages):
         doc = "The model's output for this rank's examples, forward only."
     elif writer.stages:
         doc = "This rank's part of the model's output, which the readers receive."
     else:
         doc = _doc("predict")
-    return writer.function("predict", doc)
+    return writer.function(doc)
 
 
 def _refused(function: str) -> list[str]:
