@@ -56,7 +56,7 @@ def replaced(folder: Path, nbytes: int) -> Iterator[Path]:
     aside = target.with_name(f".{target.name}.partial")
     new, old = aside / "new", aside / "old"
     try:
-        _remove(aside)  # of a process that was killed
+        shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
         new.mkdir(parents=True)
         if nbytes > (free := shutil.disk_usage(aside).free):
             raise OSError(errno.ENOSPC, f"the disk is full, it has {units.nbytes(free)} left")
@@ -72,8 +72,4 @@ def replaced(folder: Path, nbytes: int) -> Iterator[Path]:
     finally:
         if old.exists() and not target.exists():
             old.rename(target)
-        _remove(aside)
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)

@@ -17,14 +17,8 @@ from splitc.ir import comm_ops
 def _all_names() -> dict[int, str]:
     """`id` of a function -> how generated code calls it; the first name counts."""
     names: dict[int, str] = {id(getattr): "getattr"}
-    for module, prefix in (
-        (F, "F"),
-        (torch, "torch"),
-        (torch.linalg, "torch.linalg"),
-        (torch.fft, "torch.fft"),
-        (torch.special, "torch.special"),
-        (operator, "operator"),
-    ):
+    for module in (F, torch, torch.linalg, torch.fft, torch.special, operator):
+        prefix = "F" if module is F else module.__name__
         for name, value in vars(module).items():
             is_internal = name.startswith("_")
             if callable(value) and (not is_internal or (module is torch and isinstance(value, BuiltinFunctionType))):

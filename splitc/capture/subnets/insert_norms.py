@@ -58,20 +58,7 @@ class _Normed(nn.Module):
         return normalised.view_as(values)
 
 
-class NormedLinear(_Normed, nn.Linear):
-    """A linear layer with normalised outputs."""
-
-
-class NormedEmbedding(_Normed, nn.Embedding):
-    """An embedding with normalised outputs."""
-
-
-class NormedEmbeddingBag(_Normed, nn.EmbeddingBag):
-    """Bags of an embedding with normalised outputs."""
-
-
-_NORMED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: NormedLinear,
-    nn.Embedding: NormedEmbedding,
-    nn.EmbeddingBag: NormedEmbeddingBag,
+_KINDS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, nn.EmbeddingBag)
+_NORMED: dict[type[nn.Module], type[Any]] = {
+    kind: type(f"Normed{kind.__name__}", (_Normed, kind), {"__module__": __name__}) for kind in _KINDS
 }

@@ -50,16 +50,10 @@ VERBS: dict[str, Verb] = {
     "update": Verb("step the optimizer of this role's parameters",
         _EACH, waits=Waits.COMPUTES, after=("backward", *_GRADIENTS), unit="backward",
         line="update()", note="unlike one process, in every microbatch"),
-    **dict.fromkeys(
-        _ENTRIES,
-        Verb("bring a cut to the state in which a group reads it",
-            _EACH, among=Among.GROUP, what=What.ENTRY, forward=True, before=("forward",), unit="forward",
-        )),
-    **dict.fromkeys(
-        _GRADIENTS,
-        Verb("return the gradient of what a group brought there",
-            _EACH, among=Among.GROUP, what=What.ENTRY_GRADIENT, after=("backward",), unit="backward",
-        )),
+    **dict.fromkeys(_ENTRIES, Verb("bring a cut to the state in which a group reads it",
+        _EACH, among=Among.GROUP, what=What.ENTRY, forward=True, before=("forward",), unit="forward")),
+    **dict.fromkeys(_GRADIENTS, Verb("return the gradient of what a group brought there",
+        _EACH, among=Among.GROUP, what=What.ENTRY_GRADIENT, after=("backward",), unit="backward")),
     **{verb: row for part in parts("splitc.ir", "verbs") for verb, row in part.VERBS.items()},
 }  # fmt: skip
 """What a rank can do in a step."""

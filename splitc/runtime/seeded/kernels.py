@@ -149,14 +149,10 @@ _scaled.register_autograd(_backward, setup_context=_keep)
 
 def _times(value: Tensor, mask: Tensor, p: float) -> Tensor:
     """`value` times 1 / (1 - p) where `mask`, else 0."""
-    factors = _factors(mask, p, value.dtype)
+    factors = mask.view(torch.uint8).to(value.dtype).div_(1 - p if p < 1 else 1)
     if (factors.shape, factors.stride()) == (value.shape, value.stride()):
         return factors.mul_(value)
     return torch.mul(value, factors, out=torch.empty_like(value))
-
-
-def _factors(mask: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    return mask.view(torch.uint8).to(dtype).div_(1 - p if p < 1 else 1)
 
 
 @cache
