@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from splitc.ir.names import printable, prose
@@ -14,6 +14,11 @@ _GAP = "  # "
 
 Line = tuple[str, str]
 """A statement and its comment."""
+
+
+def block(head: str, body: Iterable[Line], note: str = "") -> list[Line]:
+    """A statement with others inside."""
+    return [(head, note), *((f"    {text}" if text else "", beside) for text, beside in body)]
 
 
 def aligned(body: Sequence[Line], indent: str) -> list[str]:

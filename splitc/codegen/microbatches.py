@@ -9,10 +9,10 @@ for k in comm.microbatches():          def forward(k):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 
-from splitc.codegen.layout import Line
+from splitc.codegen.layout import Line, block
 from splitc.ir.schedule.actions import Action
 from splitc.ir.schedule.loop_nest import Loop, LoopNest, Unit
 
@@ -37,8 +37,8 @@ def microbatched(
         if not first.kind:
             body += lines(first.actions[0])
         elif nest.regular:
-            body.append((f"for k in {comm(first.role)}.microbatches():", ""))
-            body += _indented(line for unit in loop.units for action in unit.actions for line in lines(action))
+            inner = (line for unit in loop.units for action in unit.actions for line in lines(action))
+            body += block(f"for k in {comm(first.role)}.microbatches():", inner)
         else:
             body += [*functions, *_calls(loop, names)]
             functions = []
@@ -60,7 +60,7 @@ def _function(unit: Unit, name: str, comm: str, lines: Callable[[Action], list[L
     inner = [line for action in unit.actions for line in lines(action)]
     if not unit.kind.startswith("receive"):
         inner = [(f"if k not in {comm}.microbatches():", ""), ("    return", "no examples here"), *inner]
-    return [(f"def {name}(k):", ""), *_indented(inner), ("", "")]
+    return [*block(f"def {name}(k):", inner), ("", "")]
 
 
 def _calls(loop: Loop, names: Mapping[tuple[str, ...], str]) -> list[Line]:
@@ -70,14 +70,8 @@ def _calls(loop: Loop, names: Mapping[tuple[str, ...], str]) -> list[Line]:
     bounds = f"{first}, {first + loop.times}" if first else f"{loop.times}"
     offsets = (unit.microbatch - first for unit in loop.units)
     places = (f"k {'+' if by > 0 else '-'} {abs(by)}" if by else "k" for by in offsets)
-    calls: list[Line] = [
-        (f"{names[unit.function]}({place})", "") for unit, place in zip(loop.units, places, strict=True)
-    ]
-    return [(f"for k in range({bounds}):", ""), *_indented(calls)]
-
-
-def _indented(lines: Iterable[Line]) -> list[Line]:
-    return [(f"    {text}" if text else "", note) for text, note in lines]
+    calls = ((f"{names[unit.function]}({place})", "") for unit, place in zip(loop.units, places, strict=True))
+    return block(f"for k in range({bounds}):", calls)
 
 
 def _declared(tables: Mapping[str, str]) -> list[Line]:

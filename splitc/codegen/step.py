@@ -10,7 +10,7 @@ import torch
 from splitc.codegen.cut_lines import Comm, CutLines
 from splitc.codegen.emit import Emitter
 from splitc.codegen.features import features
-from splitc.codegen.layout import Line, aligned, wrapped
+from splitc.codegen.layout import Line, aligned, block, wrapped
 from splitc.codegen.microbatches import microbatched
 from splitc.codegen.stage_names import buckets_text, constant, method_name, variables
 from splitc.ir import comm_ops
@@ -135,8 +135,7 @@ class StepWriter(CutLines):
         lost = [(self.appended("losses", f"{returned[-1]}.detach()"), "")] if adds else []
         if self.program.autocast is None:
             return [*lines, *inside, *lost]
-        around = (f"with {comm}.autocast({self.program.autocast}):", "")
-        return [*lines, around, *((f"    {text}", note) for text, note in inside), *lost]
+        return [*lines, *block(f"with {comm}.autocast({self.program.autocast}):", inside), *lost]
 
     def _run(self, stage: Stage, comm: Comm, results: Sequence[str]) -> list[Line]:
         """The calls that compute `results`: those cuts of the stage that it makes, and its loss."""
@@ -197,11 +196,7 @@ class StepWriter(CutLines):
         if not around:
             return [*inside, *after]
         managers, notes = zip(*around, strict=True)
-        return [
-            (f"with {', '.join(managers)}:", "; ".join(notes)),
-            *((f"    {text}", note) for text, note in inside),
-            *after,
-        ]
+        return [*block(f"with {', '.join(managers)}:", inside, "; ".join(notes)), *after]
 
 
 _LINES = {

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from splitc.codegen.features import Feature, Writer
-from splitc.codegen.layout import Line
+from splitc.codegen.layout import Line, block
 from splitc.codegen.stage_names import bucket_table, buckets_text, constant
 from splitc.ir.program import LoweredProgram, Stage
 from splitc.ir.schedule.actions import Action, RankProgram
@@ -68,10 +68,9 @@ def _after_update(writer: Writer, rounds: Rounds) -> list[str]:
     """The function of fragments that take turns."""
     actions, body = writer.rank_program.actions, list[Line]()
     for update in sorted({action.update for action in actions if action.update}):
-        body.append((f"if update == {update}:", ""))
-        for action in (action for action in actions if action.update == update):
-            lines = _exchange(writer, action, writer.comm(action.role), not rounds.delay)
-            body += [(f"    {text}", note) for text, note in lines]
+        own = [action for action in actions if action.update == update]
+        inner = (line for each in own for line in _exchange(writer, each, writer.comm(each.role), not rounds.delay))
+        body += block(f"if update == {update}:", inner)
     travels = f"; it arrives {rounds.delay} update{'s' * (rounds.delay > 1)} later" if rounds.delay else ""
     doc = f"After an update, from 1 to {rounds.steps}, of a round: a fragment has its turn{travels}."
     return writer.function_of("after_update", ["update"], doc, body)
