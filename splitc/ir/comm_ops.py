@@ -7,8 +7,7 @@ communicates.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from splitc.ir.program import Spec, TensorSpec
+from splitc.ir.comm_tensors import Call, Tensors, of_classes, own_value, statistics
 from splitc.ir.schedule.verb import Among
 from splitc.ir.transitions import TRANSITIONS, Collective, forward_collective
 from splitc.runtime.collectives.divided_layers import chunked_cross_entropy
@@ -206,49 +205,6 @@ def store_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Call:
-    """An operation called by a rank: its value, what it is given, and the examples that these are of."""
-
-    value: TensorSpec
-    given: tuple[Spec, ...]
-    options: Mapping[str, Any]
-    examples: int
-    backward: bool
-
-
-Tensors = Iterator[tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of one tensor after the other."""
-
-
-def _value(call: Call) -> Tensors:
-    yield call.value.at(call.examples), call.value.dtype
-
-
-def _statistics(call: Call) -> Tensors:
-    """Sums of each channel, in forward with the number of values."""
-    (value, *_), backward = call.given, call.backward
-    assert isinstance(value, TensorSpec), value
-    if value.requires_grad or not backward:
-        yield (2 * call.value.shape[1] + (not backward),), _sum_dtype(call.value.dtype) if backward else torch.float64
-
-
-def _of_classes(call: Call) -> Tensors:
-    """The largest logit of each row, then the sums."""
-    logits, *target = call.given
-    assert isinstance(logits, TensorSpec), call
-    rows = math.prod(logits.at(call.examples)[:-1])
-    if not call.options.get("features"):
-        return
-    for numbers in (1, 1 + bool(target) + bool(call.options.get("label_smoothing"))):
-        yield (numbers, rows), _sum_dtype(logits.dtype)
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that values of `dtype` are summed in."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-@dataclass(frozen=True)
 class CommOp:
     """One operation: what it communicates over which ranks, and what the gradient does.
 
@@ -263,7 +219,7 @@ class CommOp:
     among: Among = Among.NONE
     backward: Collective = Collective.NONE
     in_stage: bool = True
-    tensors: Callable[[Call], Tensors] = _value
+    tensors: Callable[[Call], Tensors] = own_value
     draws: bool = False
     denominator: bool = False
     finish: str = ""
@@ -279,10 +235,10 @@ NODES: dict[Callable[..., Any], CommOp] = {
         CommOp(among=Among.REPLICAS, backward=_GATHER, finish="multiply"),
     ),
     gather_indices: CommOp(_GATHER, Among.REPLICAS, finish="multiply"),
-    batch_norm: CommOp(_SUM, Among.REPLICAS, _SUM, tensors=_statistics),
+    batch_norm: CommOp(_SUM, Among.REPLICAS, _SUM, tensors=statistics),
     all_reduce_scalar: CommOp(_SUM, Among.REPLICAS, denominator=True),
     global_weight: CommOp(_SUM, Among.REPLICAS, denominator=True),
-    **dict.fromkeys((cross_entropy, linear_cross_entropy, logsumexp), CommOp(_SUM, Among.GROUP, tensors=_of_classes)),
+    **dict.fromkeys((cross_entropy, linear_cross_entropy, logsumexp), CommOp(_SUM, Among.GROUP, tensors=of_classes)),
     **dict.fromkeys((linear, embedding, pick, put, scale_by_part, scale_by_share, store_buffer, pull), CommOp()),
     **dict.fromkeys((dropout, uniform, normal), CommOp(draws=True)),
     push: CommOp(in_stage=False),

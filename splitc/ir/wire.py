@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from splitc.ir.comm_ops import Call, CommOp, batch_norm, op_of
+from splitc.ir.comm_ops import CommOp, batch_norm, op_of
+from splitc.ir.comm_tensors import Call
 from splitc.ir.features import features
 from splitc.ir.graph import has_own_code, info, is_entry, starts_at_once, tensor_spec
 from splitc.ir.linears import factors
