@@ -129,15 +129,13 @@ def _randint(draw: Draw, *given: Any, size: Any = None, dtype: Any = None, **opt
 
 
 def _randint_like(draw: Draw, input: Any, *bounds: int, dtype: Any = None, **options: Any) -> Any:
-    named = [options.pop(name) for name in ("low", "high") if name in options]
+    named = [options.pop(name) for name in ("low", "high", "from", "to") if name in options]
     like = torch.empty_like(input, **options, dtype=torch.float64)
     return _integers(draw, like, *bounds, *named).to(dtype or input.dtype)
 
 
 def _random_(draw: Draw, input: Any, *bounds: int, **options: Any) -> Any:
-    _common(options)
-    like = torch.empty_like(input, dtype=torch.float64)
-    return draw.write(input, _integers(draw, like, *bounds).to(input.dtype))
+    return draw.write(input, _randint_like(draw, input, *bounds, **_common(options)))
 
 
 def _integers(draw: Draw, like: Any, *bounds: int) -> Any:

@@ -37,6 +37,7 @@ FUNCTIONS: dict[str, Callable[[], Tensor]] = {
     "randint_like": lambda: torch.randint_like(ONES, 5),
     "randint_like from": lambda: torch.randint_like(ONES, low=2, high=5),
     "random_": lambda: torch.empty(N, D).random_(2, 6),
+    "random_ by name": lambda: torch.empty(N, D).random_(to=6),
     "bernoulli": lambda: torch.bernoulli(ONES * 0.3),
     "bernoulli of one": lambda: torch.bernoulli(ONES, 0.3),
     "bernoulli_": lambda: torch.empty(N, D).bernoulli_(0.3),
