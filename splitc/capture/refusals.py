@@ -93,15 +93,12 @@ def writes_text(what: str, name: str) -> str:
 
 def autocast_text(own: torch.dtype | None) -> str:
     """Why a forward that enters torch.autocast to `own` (None: turns it off) is refused."""
-    if own is None:
-        return (
-            "forward turns torch.autocast off for a part of itself, and a program has it around the whole forward of "
-            "every stage; leave the region out of forward, or compile without autocast"
-        )
-    return (
-        f"forward enters torch.autocast in {str(own).removeprefix('torch.')} itself, and a program has it around the "
-        f"whole forward of every stage; leave the region out of forward, and compile with autocast=torch.bfloat16"
-    )
+    does, instead = "turns torch.autocast off for a part of itself", "or compile without autocast"
+    if own is not None:
+        does = f"enters torch.autocast in {str(own).removeprefix('torch.')} itself"
+        instead = "and compile with autocast=torch.bfloat16"
+    around = "a program has it around the whole forward of every stage; leave the region out of forward"
+    return f"forward {does}, and {around}, {instead}"
 
 
 @contextmanager
