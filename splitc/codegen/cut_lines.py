@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from splitc import units
 from splitc.codegen.layout import Line
@@ -35,7 +36,7 @@ class CutLines:
     Where gradients go back and a rank's roles run their stage once for each of several microbatches, values that one
     action leaves to a later one are kept by microbatch: `cut0[k]`.
 
-    name: of the function; "step" trains, others run one batch as a whole, forward.
+    name: of the function; "step" trains, others run one batch as a whole, forward.  _waits: whether its loss does.
     trained: of "predict", the roles of the rank in training, whose `Stage` and communicators it uses.
     """
 
@@ -51,6 +52,9 @@ class CutLines:
         readers = set(rank_program.roles) & set(receiving(program)) if self._predicts else ()
         self._alone, self._comms = len(roles) == 1, [*(roles or rank_program.roles), *readers]
         self._tables: dict[str, str] = {}  # what is kept by microbatch, and its value at first
+        lossy = {stage.role for stage in self.stages if stage.has_loss}
+        follows = pairwise(rank_program.actions)  # a receive may stand between, where the stage communicates
+        self._waits = any(a.verb == "forward" and a.role in lossy and b.verb != "backward" for a, b in follows)
 
     def comm(self, role: str) -> str:
         """The variable of a role's communicator."""

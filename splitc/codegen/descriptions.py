@@ -67,27 +67,20 @@ def _inline(value: Any) -> str:
 def _fields(spec: Any) -> list[str]:
     """The arguments that construct a description, without defaults; the comment of a long one stands above it."""
     lines: list[str] = []
-    notes, constants = dict(NOTES), dict[str, str]()
+    notes, constants = dict(NOTES), {"updated_every_microbatch": f'EVERY_MICROBATCH["{getattr(spec, "role", "")}"]'}
     for feature in features():
         notes |= feature.notes
         constants |= {name: constant for name, (constant, _) in feature.constants.items()}
     for field in fields(spec):
-        value = getattr(spec, field.name)
+        name, value = field.name, getattr(spec, field.name)
         if value == (field.default if field.default_factory is MISSING else field.default_factory()):
             continue
-        note = _SCHEMES[value] if field.name == "scheme" else notes.get(field.name, "")
-        match field.name:
-            case name if name in constants:
-                text = [f"{name}={constants[name]}"]
-            case "updated_every_microbatch":
-                text = [f'updated_every_microbatch=EVERY_MICROBATCH["{spec.role}"]']
-            case name:
-                text = source(value, f"{name}=")
-        if note and len(text) > 1:
-            lines.append(f"# {note}")
-        elif note:
-            text = [f"{text[0]},".ljust(32) + f"  # {note}"]
-        lines += text if note and len(text) == 1 else ended(text)
+        note = _SCHEMES[value] if name == "scheme" else notes.get(name, "")
+        text = [f"{name}={constants[name]}"] if name in constants else source(value, f"{name}=")
+        if note and len(text) == 1:
+            lines.append(f"{text[0]},".ljust(32) + f"  # {note}")
+        else:
+            lines += [f"# {note}"] * bool(note) + ended(text)
     return lines
 
 

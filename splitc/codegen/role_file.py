@@ -43,12 +43,11 @@ def _header(program: PlacedProgram, rank_program: RankProgram, stages: list[Stag
     lines: list[str] = []
     rows = [row for stage in stages for row in _rows(program, rank_program, stage)]
     width = max((len(name) for _, name, _ in rows), default=0)
+    rows += [("out", "loss", "")] * any(stage.has_loss for stage in stages)
     before = ""
     for kind, name, text in sorted(rows, key=lambda row: row[0] != "in"):
         lines.append(f"{kind if kind != before else '':<9}{name:<{width}}  {text}".rstrip())
         before = kind
-    if any(stage.has_loss for stage in stages):
-        lines.append(f"{'' if before == 'out' else 'out':<9}loss")
     if stages:
         held = [each for stage in stages for each in _held(program, stage)]
         count, nbytes = sum(numel for numel, _ in held), sum(numel * size for numel, size in held)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 
@@ -16,7 +15,7 @@ from splitc.codegen.stage_names import buckets_text, constant, method_name, vari
 from splitc.ir import comm_ops
 from splitc.ir.graph import cut_of, has_own_code, info, tensor_spec
 from splitc.ir.program import LoweredProgram, Stage
-from splitc.ir.schedule.actions import Action, RankProgram
+from splitc.ir.schedule.actions import Action
 from splitc.ir.schedule.loop_nest import loop_nest
 from splitc.ir.stage_parts import Part, arriving, is_idle, parts_of, returned_cuts, values_sent, weighed
 from splitc.ir.wire import of_action
@@ -25,15 +24,6 @@ from splitc.runtime.collectives.layouts import State
 
 class StepWriter(CutLines):
     """Writes one function of a rank program, from its actions."""
-
-    def __init__(
-        self, program: LoweredProgram, rank_program: RankProgram, name: str = "step", trained: Sequence[str] = ()
-    ) -> None:
-        super().__init__(program, rank_program, name, trained)
-        self._first_tied = next((a.value for a in rank_program.actions if a.verb == "all_reduce_tied"), "")
-        lossy = {stage.role for stage in self.stages if stage.has_loss}
-        follows = pairwise(rank_program.actions)  # a receive may stand between, where the stage communicates
-        self._waits = any(a.verb == "forward" and a.role in lossy and b.verb != "backward" for a, b in follows)
 
     def function(self, doc: str) -> list[str]:
         """A whole function."""
@@ -79,8 +69,9 @@ class StepWriter(CutLines):
         return next(own, [])  # a line of another one
 
     def _tied(self, action: Action, comm: Comm) -> list[Line]:
+        first = next(each for each in self.rank_program.actions if each.verb == action.verb)
         line = f"{comm}.all_reduce_tied(stage, TIED)", "over all roles that use them"
-        return [line] if action.value == self._first_tied else []
+        return [line] if action.value == first.value else []
 
     def _returned(self) -> str:
         """What the model returns, of the values that came to this rank; None where it reads no data."""

@@ -72,16 +72,6 @@ def loop_nest(
     repeats: whether an action is of one microbatch.  is_early: whether a group begins to take a value, which the
     producer's role just made.
     """
-    units = _merged(_units(actions, repeats, is_early))
-    loops = tuple(_loops(units))
-    counts = Counter((unit.kind, unit.role) for loop in loops for unit in loop.units if unit.kind)
-    regular = max(counts.values()) == 1 and all(loop.is_whole(number) for loop in loops)
-    return LoopNest(loops, tuple({unit.function: unit for unit in units if unit.kind}.values()), regular)
-
-
-def _units(
-    actions: Sequence[Action], repeats: Callable[[Action], bool], is_early: Callable[[Action], bool]
-) -> list[Unit]:
     units: list[Unit] = []
     for action in actions:
         kind = ("enter" if is_early(action) else action.row.unit) if repeats(action) else ""
@@ -90,7 +80,11 @@ def _units(
             units[-1] = replace(unit, actions=(*units[-1].actions, action))
         else:
             units.append(unit)
-    return units
+    units = _merged(units)
+    loops = tuple(_loops(units))
+    counts = Counter((unit.kind, unit.role) for loop in loops for unit in loop.units if unit.kind)
+    regular = max(counts.values()) == 1 and all(loop.is_whole(number) for loop in loops)
+    return LoopNest(loops, tuple({unit.function: unit for unit in units if unit.kind}.values()), regular)
 
 
 def _merged(units: list[Unit]) -> list[Unit]:

@@ -14,7 +14,7 @@ Layers whose values meet in a sum are dealt alike.  A layer whose features anyth
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,11 +43,11 @@ class Dealing:
     reads, whose outputs need none to train.
     """
 
-    values: dict[str, Runs] = field(default_factory=dict)
-    tensors: dict[str, DealtDims] = field(default_factory=dict)
-    splits: dict[str, str] = field(default_factory=dict)
-    bare: tuple[fx.Node, ...] = ()
-    final: tuple[fx.Node, ...] = ()
+    values: dict[str, Runs]
+    tensors: dict[str, DealtDims]
+    splits: dict[str, str]
+    bare: tuple[fx.Node, ...]
+    final: tuple[fx.Node, ...]
 
 
 def dealing_of(program: Program, ranks: int) -> Dealing:
@@ -153,8 +153,7 @@ class _Walk:
             if self._program.tensors[name].shape:
                 self._tensors[name] = {0: self._values[value]}
         self._splits[info(node).layer] = "columns"
-        self._values[node], self._made[node] = self._values[value], set()
-        return True
+        return self._keep(node, [], self._values[value])
 
     def _keep(self, node: fx.Node, values: list[fx.Node], runs: Runs) -> bool:
         self._values[node] = runs
