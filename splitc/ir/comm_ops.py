@@ -17,7 +17,7 @@ from torch import fx
 
 from splitc.ir.comm_tensors import Call, Tensors, of_classes, own_value, statistics
 from splitc.ir.schedule.verb import Among
-from splitc.ir.transitions import TRANSITIONS, Collective, forward_collective
+from splitc.ir.transitions import TRANSITIONS, Collective
 from splitc.runtime.collectives.divided_layers import chunked_cross_entropy
 from splitc.runtime.seeded.draws import Layout
 from splitc.runtime.seeded.mode import running
@@ -229,7 +229,7 @@ _SUM, _GATHER = Collective.ALL_REDUCE, Collective.ALL_GATHER
 NODES: dict[Callable[..., Any], CommOp] = {
     send: CommOp(Collective.SEND, Among.PAIR, Collective.RECV, in_stage=False),
     recv: CommOp(Collective.RECV, Among.PAIR, Collective.SEND, in_stage=False),
-    **{each: CommOp(forward_collective(each), Among.GROUP) for each in TRANSITIONS},
+    **{node: CommOp(collective, Among.GROUP) for node, collective in TRANSITIONS.items()},
     **dict.fromkeys(
         (late_multiply, late_embedding, late_embedding_bag),
         CommOp(among=Among.REPLICAS, backward=_GATHER, finish="multiply"),

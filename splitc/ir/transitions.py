@@ -87,8 +87,8 @@ _NODES: dict[tuple[State, State], Callable[..., torch.Tensor]] = {
 }
 """(from, to) -> its node (LAYOUTS 2)."""
 
-TRANSITIONS = tuple(dict.fromkeys(_NODES.values()))
-"""The nodes."""
+TRANSITIONS = {node: Transition(*ends).move.collective for ends, node in _NODES.items()}
+"""The nodes, and what each does on the wire in forward."""
 
 _DEFAULT_PARTIAL = {modulo: True, shard: True, slice_batch: False, slice_features: False, reduce_from_group: False}
 
@@ -96,11 +96,6 @@ _DEFAULT_PARTIAL = {modulo: True, shard: True, slice_batch: False, slice_feature
 def name_of(transition: Transition) -> str:
     """Return the name of a transition's node."""
     return _NODES[transition].__name__
-
-
-def forward_collective(node: Callable[..., torch.Tensor]) -> Collective:
-    """Return what a transition does on the wire in forward."""
-    return next(Transition(*ends).move.collective for ends in _NODES if _NODES[ends] is node)
 
 
 def transition_of(node: fx.Node) -> Transition | None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
+from splitc.ir import transitions
 from splitc.ir.transitions import (
-    forward_collective,
     name_of,
     nbytes_sent,
     options_of,
@@ -29,7 +29,7 @@ def test_its_node_and_what_it_does_are_those_of_the_table() -> None:
             assert move.move.collective == collective, transition
             assert not parts or move.by_examples == (parts == "examples"), transition
         function, _ = options_of(transition, 8, 0, 1)
-        assert forward_collective(function) is transition.move.collective, transition
+        assert transitions.TRANSITIONS[function] is transition.move.collective, transition
 
 
 def test_a_node_tells_its_transition() -> None:
