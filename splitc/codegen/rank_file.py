@@ -76,11 +76,9 @@ def _exchanged(program: LoweredProgram, stages: Sequence[Stage], rank: int) -> l
     for stage in stages:
         role, batch = stage.role, plan.batch(stage.role, rank)
         peak, group = plan.peak_batch(role, rank), ranks_text(plan.group(role, rank))
-        peers = {
-            c: ranks_text(tuple(peer for peer, *_ in plan.routes(rank, role, c.other(role), c.together())))
-            + in_state(c.arrives)
-            for c in (*stage.receives, *stage.sends)
-        }
+        cuts = (*stage.receives, *stage.sends)
+        routes = {c: plan.routes(rank, role, c.other(role), c.together()) for c in cuts}
+        peers = {c: ranks_text(tuple(peer for peer, *_ in routes[c])) + in_state(c.arrives) for c in cuts}
         rows += [("in", name, inputs[name], "", batch) for name in stage.inputs]
         for c in (c for c in stage.receives if c.sent):
             rows.append(("in", c.name, c.spec, f"<- {peers[c]}", batch if c.arrives is State.BATCH else peak))

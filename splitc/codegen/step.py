@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import fx
 
 from splitc.codegen.cut_lines import Comm, CutLines
 from splitc.codegen.emit import Emitter
@@ -105,13 +106,13 @@ class StepWriter(CutLines):
     def _given(self, stage: Stage, part: Part, comm: Comm) -> list[str]:
         """The arguments of a method, but for what the forward returned."""
         names = variables(stage.graph)
-        found = [
-            self.argument(cut_of(node), comm)
-            if node.op != "placeholder"
-            else self.piece(names[node], tensor_spec(node), comm)
-            for node in arriving(stage, part)
-        ]
-        return [*found, *(names[node] for node in weighed(stage, part) if part is not Part.WEIGH)]
+
+        def given(node: fx.Node) -> str:
+            is_input = node.op == "placeholder"
+            return self.piece(names[node], tensor_spec(node), comm) if is_input else self.argument(cut_of(node), comm)
+
+        weights = weighed(stage, part) if part is not Part.WEIGH else []
+        return [*map(given, arriving(stage, part)), *(names[node] for node in weights)]
 
     def _forward(self, action: Action, comm: Comm) -> list[Line]:
         stage = self.program.stage(action.role)

@@ -37,9 +37,8 @@ class OpCost:
 
     def along(self, other: OpCost, t: float) -> OpCost:
         """Interpolate from this op (t = 0) to `other` (t = 1), or extrapolate; no number falls below 0."""
-        return self.with_numbers(
-            max((1 - t) * a + t * b, 0.0) for a, b in zip(self.numbers, other.numbers, strict=True)
-        )
+        pairs = zip(self.numbers, other.numbers, strict=True)
+        return self.with_numbers(max((1 - t) * a + t * b, 0.0) for a, b in pairs)
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,8 @@ def bound(ops: Iterable[WireOp]) -> float:
     error goes with the root of how many.
     """
     forms = {(KINDS[op.payload.what], op.form) for op in ops if op.form}
-    return max(
-        (4 * rounding(form) ** 0.5 if kind == "activations" else 10 * rounding(form) for kind, form in forms),
-        default=0.0,
-    )
+    errors = (4 * rounding(form) ** 0.5 if kind == "activations" else 10 * rounding(form) for kind, form in forms)
+    return max(errors, default=0.0)
 
 
 def carried(plan: Plan, op: WireOp, index: int, sends: Sequence[int] = ()) -> Iterator[WireOp]:

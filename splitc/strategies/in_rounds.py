@@ -69,24 +69,21 @@ class InRounds(Strategy):
         """The plan of all ranks, of one of the first `unit` of them: every unit does the same on its own examples."""
         units, size = request.world // unit, plan.global_batch
         starts = request.bounds(request.world)[::unit] if request.global_batch else range(0, size * units + 1, size)
-        placements = {
-            layer: replace(place, sync="average")
-            if place.sync == "none" and request.gradient_of(layer) and units > 1
-            else place
-            for layer, place in plan.placements.items()
-        }
+        alone = {layer: place for layer, place in plan.placements.items() if place.sync == "none" and units > 1}
+        averaged = {layer: replace(alone[layer], sync="average") for layer in alone if request.gradient_of(layer)}
+
+        def on_all(ranks: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(rank + first for first in range(0, request.world, unit) for rank in ranks)
+
+        def of_all(bounds: tuple[int, ...]) -> tuple[int, ...]:
+            return (0, *(a - (a - b) * end // size for a, b in pairwise(starts) for end in bounds[1:]))
+
         return replace(
             plan,
             strategy=self.name,
             world=request.world,
-            roles={
-                role: tuple(rank + first for first in range(0, request.world, unit) for rank in ranks)
-                for role, ranks in plan.roles.items()
-            },
-            batch_offsets={
-                role: (0, *(a - (a - b) * end // size for a, b in pairwise(starts) for end in bounds[1:]))
-                for role, bounds in plan.batch_offsets.items()
-            },
-            placements=placements,
+            roles={role: on_all(ranks) for role, ranks in plan.roles.items()},
+            batch_offsets={role: of_all(bounds) for role, bounds in plan.batch_offsets.items()},
+            placements={**plan.placements, **averaged},
             rounds=self.rounds(unit),
         )

@@ -45,9 +45,7 @@ class Late(Sync):
         ]
         if any(isinstance(use, Linear) for use in uses):
             more = ((examples / each.batch - 1) / 3 for each in kinds)
-            late = [
-                (forward, back + part * (forward + back)) for (forward, back), part in zip(times, more, strict=True)
-            ]
+            late = [(there, back + part * (there + back)) for (there, back), part in zip(times, more, strict=True)]
         else:  # a backward of all ranks' rows
             backs = times_of(request, division, role, layer, kinds, len(r.ranks))
             late = [(there, back) for (there, _), (_, back) in zip(times, backs, strict=True)]
@@ -123,17 +121,8 @@ def _worth_multiplying(request: Request) -> frozenset[str]:
     Those that share a parameter, together.
     """
     known = role_options(request, cut_rules(request.program), all_ranks(request), 0)
-    gains = {
-        layer: {option.sync: option.computing + option.syncing for option in known[layer]}
-        for layer in request.late
-        if any(option.sync == NAME for option in known[layer])
-    }
-    tensors = {layer: {*request.program.layer(layer).tensors} for layer in gains}
-    return frozenset(
-        layer
-        for layer in gains
-        if sum(
-            by[NAME] - by.get("all_reduce", math.inf) for other, by in gains.items() if tensors[layer] & tensors[other]
-        )
-        < 0
-    ) or frozenset(gains)
+    seconds = {layer: {each.sync: each.computing + each.syncing for each in known[layer]} for layer in request.late}
+    more = {layer: by[NAME] - by.get("all_reduce", math.inf) for layer, by in seconds.items() if NAME in by}
+    tensors = {layer: {*request.program.layer(layer).tensors} for layer in more}
+    together = {layer: [more[other] for other in more if tensors[layer] & tensors[other]] for layer in more}
+    return frozenset(layer for layer in more if sum(together[layer]) < 0) or frozenset(more)

@@ -112,18 +112,15 @@ def plan_of(request: Request, where: Mapping[str, int]) -> Plan:
     if (0, False, ALL) not in ordered:
         ordered.insert(0, (-1, False, ALL))  # a role must read the data
     names = dict(zip(ordered, request.role_names(len(ordered)), strict=True))
-    with_loss, in_states = keys.get(info(program.loss).layer), any(pin.state for pin in request.pins.values())
+    in_turns = None if any(pin.state for pin in request.pins.values()) else keys.get(info(program.loss).layer)
+    groups = {role: Grouping(key[2], "B/K" if key == in_turns else "BK") for key, role in names.items() if key[2] > 1}
     return Plan(
         Mixed.name,
         world,
         {role: (0,) if alone else tuple(range(world)) for (_, alone, _), role in names.items()},
         {layer: _placement(request, layer, names[key], where[layer]) for layer, key in keys.items()},
         {role: (0, bounds[-1]) if alone else bounds for (_, alone, _), role in names.items()},
-        groups={
-            role: Grouping(key[2], "B/K" if key == with_loss and not in_states else "BK")
-            for key, role in names.items()
-            if key[2] > 1
-        },
+        groups=groups,
         all_reduce=request.all_reduce,
     )
 

@@ -88,10 +88,8 @@ def _priced(request: Request, options: ParameterServer, servers: int) -> PricedP
     exchange += form.cast * workers * gradients / min(servers, workers)
     messages = max(servers, workers) * -(-gradients // BucketGradients.nbytes)  # of the busiest rank, one way
     seconds = computing + exchange + 2 * messages * link.latency
-    placements = {
-        layer: LayerPlacement("worker", "replicated", "parameter_server" if request.gradient_of(layer) else "none")
-        for layer in layers
-    }
+    syncs = {layer: NAME if request.gradient_of(layer) else "none" for layer in layers}
+    placements = {layer: LayerPlacement("worker", "replicated", sync) for layer, sync in syncs.items()}
     plan = Plan(
         NAME,
         request.world,

@@ -33,11 +33,8 @@ def kept_attributes(models: Sequence[nn.Module], again: Callable[[], object]) ->
     models: one as it was, and three that ran, on some examples, on more, on others.  again: runs the first of these.
     """
     was, ran, more, others = (dict(_held(model)) for model in models)
-    left = {
-        path: tensor
-        for path, tensor in ran.items()
-        if not _is_same(tensor, was.get(path)) and not _is_same(tensor, others.get(path))
-    }
+    same = {path for path, tensor in ran.items() for seen in (was, others) if _is_same(tensor, seen.get(path))}
+    left = {path: tensor for path, tensor in ran.items() if path not in same}
     with _Reads({id(tensor): path[0] for path, tensor in left.items()}) as reads:
         if left:
             again()

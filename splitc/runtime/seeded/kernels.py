@@ -52,11 +52,8 @@ def dropout(
     feature_dims: 0 for a draw for each element; n for one for each index of the first n dims (dropout2d: 2).
     Raises ValueError when the value has another number of examples.
     """
-    dims, dim = (
-        feature_dims if 0 < feature_dims < value.dim() else value.dim(),
-        -1 if layout.dim is None else layout.dim,
-    )
-    place = [dims, dim, layout.rows, layout.outer]
+    dims = feature_dims if 0 < feature_dims < value.dim() else value.dim()
+    place = [dims, -1 if layout.dim is None else layout.dim, layout.rows, layout.outer]
     found: Tensor = _dropout(value, numbers, examples, p, label, place, layout.columns or ())[0]
     return found
 
