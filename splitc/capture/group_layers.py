@@ -30,7 +30,7 @@ def group_layers(program: Program, in_batch: Collection[fx.Node] = (), known: Co
     in_batch: nodes that need the whole global batch, all that reads them included; they are the last layer.
     known: all layers that there may be, in order; none: those that the graph has.
     """
-    parameters = {alias for t in program.tensors.values() if t.parameter for alias in (t.name, *t.names)}
+    parameters = {alias for t in program.tensors.values() if t.parameter for alias in t.all_names}
     order: dict[str, int] = {}  # layer -> its place
     labels: dict[str, list[str]] = defaultdict(list)  # module -> its layers
     members: list[list[fx.Node]] = []

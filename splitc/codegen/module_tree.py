@@ -39,17 +39,13 @@ class ModuleTree:
             assert call is not None, path
             self._modules[path] = call
         whole = set(names_in(program.root, "")) if "" in self._regions else set[str]()
-        self._whole = whole.union(*(h.names for h in self._held if not whole.isdisjoint((h.name, *h.names))))
-        sharded = ((stage, name) for stage in stages for name in stage.shards)
-        how = {
-            name: next(filter(None, (each.held_as(stage, name) for each in features())), "sharded")
-            for stage, name in sharded
-        }
-        divided = {name.rpartition(".")[0]: word for name, word in how.items()}
-        self._notes = {path: f"  # {divided[path]}, see rankN.py" for path in self._modules if path in divided}
-        self._tensors = {
-            path: h for h in self._held for path in dict.fromkeys((h.name, *h.names)) if not self._in_module(path)
-        }
+        self._whole = whole.union(*(h.names for h in self._held if not whole.isdisjoint(h.all_names)))
+        self._notes: dict[str, str] = {}
+        for stage, name in [(each, name) for each in stages for name in each.shards]:
+            if (owner := name.rpartition(".")[0]) in self._modules:
+                how = next(filter(None, (each.held_as(stage, name) for each in features())), "sharded")
+                self._notes[owner] = f"  # {how}, see rankN.py"
+        self._tensors = {path: h for h in self._held for path in h.all_names if not self._in_module(path)}
         used = (*self._modules, *self._tensors)
         self._inner = dict.fromkeys(path[:i] for path in used for i, c in enumerate(path) if c == ".")
         self._order = {path: i for i, (path, _) in enumerate(program.root.named_modules(remove_duplicate=False))}
@@ -152,13 +148,11 @@ class ModuleTree:
 
     def _is_tied(self, path: str) -> bool:
         """Whether the tensor is made under another of its names."""
-        tensor = self._tensors[path]
-        return path != self._first_name(tensor)
+        return path != self._first_name(self._tensors[path])
 
     def _first_name(self, tensor: StateTensor) -> str:
         """The name under which the tensor is made: one inside a module, or else the first."""
-        names = list(dict.fromkeys((tensor.name, *tensor.names)))
-        return next((name for name in names if self._in_module(name)), names[0])
+        return next((name for name in tensor.all_names if self._in_module(name)), tensor.name)
 
     def _assignment(self, path: str) -> str:
         tensor, (owner, _, name) = self._tensors[path], path.rpartition(".")
@@ -174,12 +168,11 @@ class ModuleTree:
         lines = []
         for tensor in self._held:
             first = self._first_name(tensor)
-            here = [n for n in dict.fromkeys((tensor.name, *tensor.names)) if n in self._tensors or self._in_module(n)]
+            here = [n for n in tensor.all_names if n in self._tensors or self._in_module(n)]
             for owner, _, name in (name.rpartition(".") for name in here if name != first and name not in self._whole):
-                own = self.access(owner) if owner else "self"
-                tied = self.access(first)
-                is_plain = is_attribute(name)
-                lines.append(f"{own}.{name} = {tied}" if is_plain else f"setattr({own}, {literal(name)}, {tied})")
+                own, tied = self.access(owner) if owner else "self", self.access(first)
+                plain = f"{own}.{name} = {tied}"
+                lines.append(plain if is_attribute(name) else f"setattr({own}, {literal(name)}, {tied})")
         return lines
 
     def _frozen(self) -> list[str]:

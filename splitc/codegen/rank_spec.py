@@ -22,8 +22,7 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
     """Describe a rank; one that has no rank program is idle."""
     plan = program.plan
     stages = [program.stage(role) for role in plan.roles_of(rank)]
-    names = [name for stage in stages for name in stage.inputs]
-    inputs = [i for name in names for i in program.inputs if i.name == name]
+    inputs = [i for stage in stages for name in stage.inputs for i in program.inputs if i.name == name]
     spec = RankSpec(
         rank,
         plan.world,
@@ -71,7 +70,7 @@ def role_spec(program: LoweredProgram, stage: Stage, rank: int) -> RoleSpec:
     cuts = [c for each in stages for c in (*each.receives, *each.sends) if c.sent]
     together = {c.other(role): c.consumer for c in cuts if c.together()}
     owners = plan.owners(role, rank)
-    named = ((name, each) for name in stage.shards for each in dict.fromkeys((name, *program.tensors[name].names)))
+    named = ((name, each) for name in stage.shards for each in program.tensors[name].all_names)
     shards = ((each, shard_of(program, stage, name, owners.index(rank), len(owners))) for name, each in named)
 
     def routes(other: str, grouped: str = "") -> tuple[Route, ...]:

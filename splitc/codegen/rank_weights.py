@@ -33,4 +33,4 @@ def whole_state(program: Program, model: nn.Module) -> dict[str, Tensor]:
 
 def _names(program: Program, tensors: Iterable[str]) -> set[str]:
     """All names of the given tensors."""
-    return {alias for name in tensors for alias in (name, *program.tensors[name].names)}
+    return {alias for name in tensors for alias in program.tensors[name].all_names}

@@ -25,7 +25,7 @@ def receiving(outputs: LoweredProgram) -> list[str]:
 
 def method_name(program: Program, stage: Stage, alone: bool, part: Part = Part.FORWARD) -> str:
     """The method that runs a stage, alone in its class or one of several: not the name of something that it holds."""
-    paths = [name for tensor in program.tensors.values() for name in (tensor.name, *tensor.names)]
+    paths = [name for tensor in program.tensors.values() for name in tensor.all_names]
     paths += [str(node.target) for node in program.graph.nodes if node.op == "call_module"]  # regions without tensors
     name = "_".join([str(part.value), *[stage.role] * (not alone)]) + stage.mode
     while name in {path.partition(".")[0] for path in paths}:
@@ -48,9 +48,8 @@ def bucket_table(program: PlacedProgram, stage: Stage, buckets: Sequence[Sequenc
     """The lines of a table of buckets."""
     lines = [first_line]
     for bucket in buckets:
-        lines.append(f"    (  # {units.nbytes(bucket_nbytes(program, stage, bucket))}")
-        lines += [f"        {literal(name)}," for name in bucket]
-        lines.append("    ),")
+        first = f"    (  # {units.nbytes(bucket_nbytes(program, stage, bucket))}"
+        lines += [first, *(f"        {literal(name)}," for name in bucket), "    ),"]
     return [*lines, ")"]
 
 

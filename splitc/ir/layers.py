@@ -24,6 +24,11 @@ class StateTensor:
     names: tuple[str, ...] = ()
 
     @property
+    def all_names(self) -> tuple[str, ...]:
+        """Its own name, and then the others."""
+        return tuple(dict.fromkeys((self.name, *self.names)))
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 

@@ -244,7 +244,7 @@ class Program:
     @cached_property
     def first_names(self) -> dict[str, str]:
         """Any name of a parameter or buffer -> its first name."""
-        return {alias: tensor.name for tensor in self.tensors.values() for alias in (tensor.name, *tensor.names)}
+        return {alias: tensor.name for tensor in self.tensors.values() for alias in tensor.all_names}
 
     def edges(self) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Every (value, reader) of the graph; `all_input_nodes` also sees through lists and kwargs."""

@@ -109,7 +109,7 @@ def _served_rows(program: LoweredProgram, rank: int, stages: Sequence[Stage]) ->
         spread = pieces(program, bucket, program.plan.servers)
         found.update({p.name: Shard(0, p.first, p.last) for p in spread if p.server == rank})
     tensors = (tensor for tensor in program.tensors.values() if tensor.name in found and tensor.shape)
-    return {name: found[t.name] for t in tensors for name in dict.fromkeys((t.name, *t.names))}
+    return {name: found[t.name] for t in tensors for name in t.all_names}
 
 
 def _served_file(program: LoweredProgram) -> str:
@@ -124,9 +124,8 @@ def _served_file(program: LoweredProgram) -> str:
     for role, buckets in _served(program).items():
         lines.append(f'    "{role}": (')
         for bucket in buckets:
-            lines.append(f"        {{  # {units.nbytes(sum(program.tensors[name].nbytes for name in bucket))}")
+            size = units.nbytes(sum(program.tensors[name].nbytes for name in bucket))
             rows = [line for name, rows in bucket.items() for line in ended(source(rows, f"{literal(name)}: "))]
-            lines += [f"            {line}" for line in rows]
-            lines.append("        },")
+            lines += [f"        {{  # {size}", *(f"            {line}" for line in rows), "        },"]
         lines.append("    ),")
     return "\n".join([*lines, "}", ""])
