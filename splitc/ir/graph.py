@@ -155,12 +155,9 @@ def copy_node(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]
 
     Where that has no send for a recv, as in the graph of a stage, None stands for it.
     """
-    of = mapping.get if node.target is comm_ops.recv else mapping.__getitem__
-    args: Any = fx.node.map_arg(node.args, of)
-    kwargs: Any = fx.node.map_arg(node.kwargs, of)
-    copied = graph.create_node(node.op, node.target, args, kwargs, node.name)
+    of: Any = mapping.get if node.target is comm_ops.recv else mapping.__getitem__
+    copied = graph.node_copy(node, of)
     assert copied.name == node.name, f"{node.name} is taken"
-    copied.meta = dict(node.meta)
     return copied
 
 
