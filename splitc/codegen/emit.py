@@ -60,9 +60,7 @@ class Emitter:
             return f"slice({', '.join(self.value(v) for v in (item.start, item.stop, item.step))})"
         if isinstance(item, (tuple, list)):
             inner = ", ".join(self.value(v) for v in item)
-            if isinstance(item, list):
-                return f"[{inner}]"
-            return f"({inner}{',' if len(item) == 1 else ''})"
+            return f"[{inner}]" if isinstance(item, list) else f"({inner}{',' if len(item) == 1 else ''})"
         if isinstance(item, dict):
             return "{" + ", ".join(f"{literal(k)}: {self.value(v)}" for k, v in item.items()) + "}"
         if item is Ellipsis:

@@ -13,7 +13,7 @@ from splitc.codegen.stage import module_imports, shape_text, stage_class
 from splitc.codegen.stage_names import bucket_table, constant
 from splitc.codegen.step_functions import step_functions
 from splitc.ir.constructors import literal
-from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage
+from splitc.ir.program import LoweredProgram, PlacedProgram, Stage, TensorSpec
 from splitc.ir.regions import regions
 from splitc.ir.roles import ranks_text
 from splitc.ir.schedule.actions import RankProgram
@@ -70,23 +70,22 @@ def _rows(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> It
     inputs = {i.name: i.spec for i in program.inputs}
     batch = common_batch(program, rank_program, stage)
 
-    def text(cut: Cut | None, name: str, note: str) -> str:
-        spec = inputs[name] if cut is None else cut.spec
+    def text(spec: TensorSpec, note: str) -> str:
         return f"{shape_text(spec, batch):<22} {str(spec.dtype).removeprefix('torch.'):<8} {note}"
 
     for name in stage.inputs:
-        yield "in", name, text(None, name, "read by this role")
+        yield "in", name, text(inputs[name], "read by this role")
     for cut in stage.receives:
         if cut.gathered and cut.entry is not None:
             size = program.plan.groups[stage.role].size
             how = "gathered over" if cut.entry.move is Move.GATHER else f"{cut.entry}, in"
-            yield "in", cut.name, text(cut, cut.name, f"{how} groups of {size} ranks")
+            yield "in", cut.name, text(cut.spec, f"{how} groups of {size} ranks")
         if cut.sent:
-            yield "in", cut.name, text(cut, cut.name, f"<- {cut.producer}{in_state(cut.arrives)}")
+            yield "in", cut.name, text(cut.spec, f"<- {cut.producer}{in_state(cut.arrives)}")
     for cut in stage.sends:
         if cut.sent:
             back = ", its gradient comes back" if cut.gradient else ""
-            yield "out", cut.name, text(cut, cut.name, f"-> {cut.consumer}{in_state(cut.arrives)}{back}")
+            yield "out", cut.name, text(cut.spec, f"-> {cut.consumer}{in_state(cut.arrives)}{back}")
 
 
 def _held(program: PlacedProgram, stage: Stage) -> Iterator[tuple[int, int]]:

@@ -158,27 +158,23 @@ def as_table(program: Program, node: fx.Node) -> Table | None:
 
     Which row of a bag is the largest, and how GPUs add its gradient, need not be alike on all ranks.
     """
-    if (module := called_module(program.root, node)) is not None:
-        if type(module) not in (nn.Embedding, nn.EmbeddingBag):
-            return None
-        given = vars(module) | arguments_of(node, "input", "offsets", "per_sample_weights")
-        names, weight = ("mode",) * isinstance(module, nn.EmbeddingBag), f"{node.target}.weight"
-    elif node.target in (F.embedding, F.embedding_bag):
-        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-        bound.apply_defaults()
-        given, names = bound.arguments, ("mode",) * (node.target is F.embedding_bag)
-        read = given["weight"]
-        if not _is_parameter(program, read):
-            return None
-        weight = str(read.target)
-    else:
+    weight, module = embedding_weight(program, node), called_module(program.root, node)
+    held = program.tensors.get(program.first_names.get(weight or "", ""))
+    if weight is None or held is None or not held.parameter:
         return None
+    if module is not None:
+        given = vars(module) | arguments_of(node, "input", "offsets", "per_sample_weights")
+    else:
+        function: Any = node.target
+        bound = inspect.signature(function).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+    names = ("mode",) * (isinstance(module, nn.EmbeddingBag) or node.target is F.embedding_bag)
     values = tuple(given[name] for name in ("input", "per_sample_weights") if given.get(name) is not None)
     if not all(isinstance(value, fx.Node) and value.op != "get_attr" for value in values):
         return None
     is_one_size = not names or (given.get("offsets") is None and len(shape_of(values[0])) == 2)
-    rows = program.tensors[program.first_names[weight]].shape[0]
-    if not is_one_size or given.get("mode") == "max" or rows >= 2**31:  # indices travel in 32 bits
+    if not is_one_size or given.get("mode") == "max" or held.shape[0] >= 2**31:  # indices travel in 32 bits
         return None
     found = ((name, given.get(name)) for name in (*names, "per_sample_weights", "padding_idx", "sparse"))
     options = {name: v for name, v in found if v is not None and v is not False}
@@ -325,14 +321,13 @@ def divisible_layers(program: Program) -> frozenset[str]:
     """The layers whose parameters only linear layers, embeddings and normalisations of (N, D) over examples read."""
     columns = [found for node in program.graph.nodes if (found := as_columns(program, node)) is not None]
     computed = {node for each in columns for node in (each.node, *each.computed)}
-    others = {
-        name
-        for node in program.graph.nodes
-        if node.op.startswith("call")
-        and not (node in computed or embedding_weight(program, node))
-        and not (is_batch_norm(program, node) and len(shape_of(node)) == 2)
-        for name in tensors_of_node(program, node)
-    }
+
+    def divides(node: fx.Node) -> bool:
+        is_norm = is_batch_norm(program, node) and len(shape_of(node)) == 2
+        return is_norm or node in computed or embedding_weight(program, node) is not None
+
+    whole = (node for node in program.graph.nodes if node.op.startswith("call") and not divides(node))
+    others = {name for node in whole for name in tensors_of_node(program, node)}
     own = {layer.name: {n for n in layer.tensors if program.tensors[n].parameter} for layer in program.layers}
     return frozenset(layer for layer, names in own.items() if names and names.isdisjoint(others))
 

@@ -107,15 +107,10 @@ class Plan(Ranks):
         if not self.part_of:
             return self
         whole = [role for role in self.roles if role not in self.part_of]
-        places = self.placements.items()
-        return replace(
-            self,
-            roles={role: self.roles[role] for role in whole},
-            batch_offsets={role: self.batch_offsets[role] for role in whole},
-            groups={role: self.groups[role] for role in whole if role in self.groups},
-            placements={name: replace(place, role=self.part_of.get(place.role, place.role)) for name, place in places},
-            part_of={},
-        )
+        by_role = {"roles": self.roles, "batch_offsets": self.batch_offsets, "groups": self.groups}
+        own: Any = {name: {role: each[role] for role in whole if role in each} for name, each in by_role.items()}
+        places = {name: replace(p, role=self.part_of.get(p.role, p.role)) for name, p in self.placements.items()}
+        return replace(self, **own, placements=places, part_of={})
 
     def ordered(self, pieces: int, schedule: str) -> Plan:
         """The plan with so many microbatches, in place of those of its groups."""

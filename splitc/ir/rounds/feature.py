@@ -39,8 +39,7 @@ def average_ops(program: LoweredProgram, rank: int, action: Action) -> Iterator[
     dtype, nbytes = tensors[0].dtype, numel * tensors[0].dtype.itemsize
     payload = Payload(What.AVERAGE, role=action.role, bucket=action.bucket)
     assert plan.rounds is not None, action
-    algorithm, sent = Collective.ALL_REDUCE, Collective.ALL_REDUCE.sent(nbytes, nbytes, len(ranks))
-    op = WireOp("collective", payload, ranks, (numel,), dtype, sent, None, algorithm)
+    op = WireOp("collective", payload, ranks, (numel,), dtype, algorithm=Collective.ALL_REDUCE).of_all()
     if plan.rounds.through == "server":
         form = plan.wire.averages if is_change and format_of(plan.wire.averages, dtype, numel) else ""
         op = replace(op, algorithm="server", form=form)
