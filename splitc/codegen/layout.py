@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from splitc.ir.names import printable, prose
 from splitc.version import __version__
@@ -66,28 +67,21 @@ def docstring(title: str, rest: Sequence[str] = ()) -> list[str]:
 def _longest_brackets(text: str) -> tuple[int, int] | None:
     """Where the longest of the outermost pairs of brackets begins and ends; None where all are empty."""
     found, start = [], 0
-    for index, depth in _depths(text):
-        if text[index] in "([{" and depth == 1:
+    for index, (character, depth) in enumerate(_depths(text)):
+        if character in "([{" and depth == 1:
             start = index
-        elif text[index] in ")]}" and depth == 0 and index > start + 1:
+        elif character in ")]}" and depth == 0 and index > start + 1:
             found.append((start, index))
     return max(found, key=lambda span: span[1] - span[0], default=None)
 
 
 def _items(text: str) -> list[str]:
     """What stands between the outermost commas, each with its comma."""
-    cuts = [0, *(index + 1 for index, depth in _depths(text) if text[index] == "," and depth == 0), len(text)]
+    cuts = [0, *(index + 1 for index, each in enumerate(_depths(text)) if each == (",", 0)), len(text)]
     return [item for a, b in pairwise(cuts) if (item := text[a:b].strip())]
 
 
-def _depths(text: str) -> Iterator[tuple[int, int]]:
-    """(index, how many brackets are open after it) of the characters outside of string literals."""
-    depth, is_quoted, is_escaped = 0, False, False
-    for index, character in enumerate(text):
-        if character == '"' and not is_escaped:
-            is_quoted = not is_quoted
-        is_escaped = is_quoted and character == "\\" and not is_escaped
-        if is_quoted or character == '"':
-            continue
-        depth += (character in "([{") - (character in ")]}")
-        yield index, depth
+def _depths(text: str) -> Iterator[tuple[str, int]]:
+    """Each character, and how many brackets are open after it; of string literals one that means nothing."""
+    text = re.sub(r'"(\\.|[^"\\])*"', lambda quoted: "_" * len(quoted[0]), text)
+    return zip(text, accumulate((each in "([{") - (each in ")]}") for each in text), strict=True)

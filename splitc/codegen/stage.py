@@ -65,13 +65,11 @@ def stage_class(program: LoweredProgram, stages: Sequence[Stage], batches: Mappi
 
 def _module_lines(text: str) -> list[str]:
     """A line of `__init__`, broken inside its brackets where it is too long."""
-    statement = text.lstrip()
-    indent = text[: len(text) - len(statement)]
+    statement, _, note = text.partition("  # ")
     if len(text) <= 112 or statement.endswith("{"):
         return [text]
-    statement, _, note = statement.partition("  # ")
-    lines = [f"# {note}", *wrapped(statement, 112 - len(indent))] if note else wrapped(statement, 112 - len(indent))
-    return [f"{indent}{line}" for line in lines]
+    indent = " " * (len(text) - len(text.lstrip()))
+    return [*([f"{indent}# {note}"] if note else []), *wrapped(statement, 112)]
 
 
 _Layer = tuple[str, tuple[str, str]]
