@@ -120,8 +120,7 @@ class CutLines:
     def _arrived(self, cut: Cut, comm: Comm) -> str:
         """The consumer's own examples of a cut in the microbatch."""
         if not self._in_pieces or self._is_input(cut):
-            whole, name = cut.consumer in self._microbatched and cut.spec.batch_dim is not None, self.received(cut)
-            return self.piece(name, cut.spec, comm) if whole else name
+            return self.piece(self.received(cut), cut.spec, comm)
         used_later = self._returns(cut) and (not cut.sent or not cut.gathered)
         return self.received(cut, last=not used_later) + ".wait()" * cut.sent
 
