@@ -1,7 +1,7 @@
 """Run one command and turn errors into a message and an exit code.
 
 Exit codes: 0 done; 1 a run failed, a verification does not hold, a requirement is not met, or a bug of splitc; 2 the
-input is wrong, with `--require` 3; 130 stopped.
+input is wrong; 130 stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from types import TracebackType
 from splitc.cli.commands import run
 from splitc.cli.options import parse
 from splitc.errors import InternalError, RanksFailed, SplitcError
-from splitc.runtime.errors import STOP
 
 _REPORT = "this is a bug of splitc, not of your input; please report it with the command and the text above"
 
@@ -27,7 +26,6 @@ _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command of `argv`, by default that of this process; return the exit code."""
     verbose, runs_model, argv = False, False, sys.argv[1:] if argv is None else argv
-    wrong = STOP if any(each.partition("=")[0] == "--require" for each in argv) else 2
     try:
         args = parse(argv)
         verbose, runs_model = getattr(args, "verbose", False), bool({"model", "models"} & vars(args).keys())
@@ -36,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except SystemExit as leave:  # --help, --version
         if runs_model:
-            return _say("the code of the model ends Python, by sys.exit; let its forward raise an error instead", wrong)
+            return _say("the code of the model ends Python, by sys.exit; let its forward raise an error instead", 2)
         return leave.code if isinstance(leave.code, int) else 0
     except KeyboardInterrupt:
         return _say("stopped", 130)
@@ -44,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SplitcError as error:
-        return _say(_with_notes(error), 1 if isinstance(error, RanksFailed) else wrong)
+        return _say(_with_notes(error), 1 if isinstance(error, RanksFailed) else 2)
     except MemoryError:
         return _say("this machine has not enough memory for that; take a smaller batch with --input", 1)
     except Exception as error:

@@ -46,10 +46,16 @@ def test_what_is_no_bound_is_said_with_what_there_is() -> None:
         assert f"--require {text}: " in str(error.value) and said in str(error.value), text
 
 
-def test_wrong_input_of_a_request_with_a_requirement_has_a_code_of_its_own(capsys: Capture) -> None:
-    for line in ("inspect none.py --world 2 --require step<=1s", "inspect --require=step<=1s"):
-        assert splitc(capsys, line).code == 3
-    assert splitc(capsys, "inspect none.py --world 2").code == 2
+def test_wrong_input_ends_with_2_with_a_requirement_too(capsys: Capture) -> None:
+    for line in (
+        "inspect none.py --world 2 --require step<=1s",
+        "inspect --require=step<=1s",
+        "inspect none.py --world 2 --require step",
+        "compile none.py --world 2 --require speed>=1",
+        "inspect none.py --world 2",
+    ):
+        done = splitc(capsys, line)
+        assert done.code == 2 and done.err.startswith("splitc: "), line
     done = splitc(capsys, "inspect none.py --world 2 --cluster v100-10gbe,nowhere")
     assert done.code == 2 and "unknown cluster 'nowhere'" in done.err
 
