@@ -20,6 +20,10 @@ class Clock:
     def between(self, begun: Any, ended: Any) -> float:
         return float(ended - begun)
 
+    def reached(self, mark: Any) -> bool:
+        """Whether the device has come to a mark."""
+        return True
+
     def settle(self) -> None:
         """Wait until the device has come to every mark; the host does when it makes it."""
 
@@ -38,6 +42,9 @@ class StreamClock(Clock):
 
     def between(self, begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
         return float(begun.elapsed_time(ended)) / 1e3  # events count milliseconds
+
+    def reached(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -15,11 +15,13 @@ import statistics
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+from .clocks import Clock
 
 FIRST = 20  # steps, after which there is a line
 WINDOW, LEAST = 10, 0.5  # steps that are taken together, or as many more as take so long (s)
@@ -28,6 +30,9 @@ _SLOWER, _TRIES = 1.2, 10  # times as long is a cause; steps in which rank 0 ask
 _NOTED = 50  # steps, after which a training is recorded
 
 Ends = tuple[int, ...]
+
+Moment = tuple[Any, float, dict[Ends, float]]
+"""By the clock of what computes; what was waited by then, in all and by the ends of transfers."""
 
 
 class Waits:
@@ -83,9 +88,12 @@ class Expected:
 
 
 class Live:
-    """Follows the steps of one rank; on rank 0 it prints.  transport: a `TorchTransport`.  say: prints a line."""
+    """Follows the steps of one rank; on rank 0 it prints.
 
-    def __init__(self, transport: Any, say: Callable[[str], None] | None = None) -> None:
+    transport: a `TorchTransport`.  say: prints a line.  clock: of what computes; None: of the host.
+    """
+
+    def __init__(self, transport: Any, say: Callable[[str], None] | None = None, clock: Clock | None = None) -> None:
         self._rank, self._world = transport.rank, transport.world
         self._waits, self._store = transport.waits, transport.store
         self._say = say or (lambda line: print(line, file=sys.stderr, flush=True))
@@ -93,32 +101,35 @@ class Live:
         self._made, self._judged = 0, -_TRIES  # steps: so far, and up to the post that is to be judged
         self._steps: list[tuple[float, float]] = []  # since the last post: seconds, and those computing
         self._since, self._by = time.monotonic(), defaultdict[Ends, float](float)  # the last post, and by ends since
-        self._begun: tuple[float, float, dict[Ends, float]] | None = None  # when a step did; what was waited by then
+        self._clock, self._begun = clock or Clock(time.monotonic), (0.0, 0.0, dict[Ends, float]())
+        self._ended = deque[tuple[Moment, Moment]]()  # steps that the device may not have come to the end of
         self._shown, self._noise, self._was = 0.0, 0.0, list[Posted]()
         self._changes = False
         self._noted, self._medians = False, list[float]()
 
-    def begin(self, is_async: bool = False) -> None:
-        """A step begins; what was waited since the last one is not of it.
-
-        is_async: on a GPU, where it begins as the last one ends.
-        """
-        if self._begun is None or not is_async:
-            self._begun = time.monotonic(), self._waits.seconds, dict(self._waits.by)
+    def begin(self) -> None:
+        """A step begins; what is between it and the last one is of neither."""
+        self._begun = self._moment()
 
     def after(self) -> None:
-        """A step has ended."""
-        assert self._begun is not None, "no step has begun"
-        now, waited, by = time.monotonic(), self._waits.seconds, dict(self._waits.by)
-        begun, before, by_then = self._begun
-        self._steps.append((now - begun, now - begun - (waited - before)))
-        for ends, seconds in by.items():
-            self._by[ends] += seconds - by_then.get(ends, 0.0)
-        self._begun = now, waited, by
+        """A step has ended, on a GPU once its stream comes to it."""
+        self._ended.append((self._begun, self._moment()))
+        while self._ended and self._clock.reached(self._ended[0][1][0]):
+            self._count(*self._ended.popleft())
+
+    def _moment(self) -> Moment:
+        return self._clock.now(), self._waits.seconds, dict(self._waits.by)
+
+    def _count(self, begun: Moment, ended: Moment) -> None:
+        """Take in a step from its begin to its end."""
+        seconds, waited = self._clock.between(begun[0], ended[0]), ended[1] - begun[1]
+        self._steps.append((seconds, seconds - waited))
+        for ends, took in ended[2].items():
+            self._by[ends] += took - begun[2].get(ends, 0.0)
         self._made += 1
         size = max(1, -(-WINDOW // self.expected.period)) * self.expected.period
         with suppress(RuntimeError):  # of a store that is gone, which training notices where it matters
-            if self._made % size == 0 and now - self._since > LEAST:
+            if self._made % size == 0 and time.monotonic() - self._since > LEAST:
                 self._post(size)
             if self._rank == 0 and self._judged < self._made <= self._judged + _TRIES:
                 self._judge()

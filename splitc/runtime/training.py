@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import data, moments
 from .averages import MovingAverages
+from .clocks import StreamClock
 from .compiled_stages import CompiledStages
 from .errors import LaunchError, NonFiniteError
 from .evaluation import Evaluation
@@ -107,7 +108,9 @@ class Training:
         for comm in self.rank.comms:
             comm.shared.optimizer_state = partial(state_of, self._optimizers)
         own_replicas = self.rank, self._state, self._optimizers, self._features
-        self.live = Live(transport) if live and transport.world > 1 and isinstance(transport, TorchTransport) else None
+        clock = StreamClock(transport.device) if transport.device.type == "cuda" else None
+        follows = live and transport.world > 1 and isinstance(transport, TorchTransport)
+        self.live = Live(transport, clock=clock) if follows else None
         self._replicas = None if check_replicas is None else Replicas(check_replicas, *own_replicas)
         transport.watch(self)
 
@@ -153,7 +156,7 @@ class Training:
         Raises LaunchError when the batch does not fit; then nothing has been sent, and a right batch may follow.
         """
         if self.live is not None:
-            self.live.begin(self.device.type == "cuda")
+            self.live.begin()
         batch = self._checked((*batch, named) if named else batch)
         position = self._steps % self._accumulate
         is_first, is_last = position == 0, position == self._accumulate - 1

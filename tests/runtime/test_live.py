@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from splitc.runtime import live
+from splitc.runtime.clocks import Clock
 from splitc.runtime.live import Cause, Expected, Live, Posted, Waits, cause_of, in_words
 
 
@@ -78,6 +79,37 @@ def test_what_is_waited_for_between_steps_is_of_none(ranks: Ranks) -> None:
             ranks.clock += 3.0 * (k > 30)
             transport.waits.add((0, 1), ranks.clock - 3.0, ranks.clock - 3.0)
     assert [line for _, line in ranks.said] == ["step 200 ms, predicted 200 ms (+0 %)"]
+
+
+class Stream(Clock):
+    """A GPU's stream in the time of a test: a mark is the moment at which the device will come to it."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(lambda: max(ranks.clock, self.free))
+        self.free, self._ranks = 0.0, ranks
+
+    def reached(self, mark: float) -> bool:
+        return mark <= self._ranks.clock
+
+    def compute(self, seconds: float) -> None:
+        self.free = self.now() + seconds
+
+
+@pytest.mark.parametrize("between", [0.0, 0.05, 3.0])
+def test_a_step_of_a_gpu_is_as_long_as_its_stream_computes_whatever_the_host_does_between(
+    ranks: Ranks, between: float
+) -> None:
+    stream, told = Stream(ranks), list[str]()
+    ranks.transports[0].world = 1
+    gpu = Live(ranks.transports[0], told.append, stream)
+    gpu.expected = Expected(0.2, (0.2,))
+    for k in range(60):
+        gpu.begin()
+        stream.compute(0.2)
+        ranks.clock += 0.001  # to issue it; the host then runs ahead, by two steps at most
+        gpu.after()
+        ranks.clock = max(ranks.clock + between * (k % 3 == 0), stream.free - 0.4)
+    assert told == ["step 200 ms, predicted 200 ms (+0 %)"]
 
 
 def test_a_network_at_half_is_reported_within_30_steps_with_the_plan_that_would_be_faster(ranks: Ranks) -> None:
