@@ -14,15 +14,25 @@ collectives that take much longer, only those determine the bandwidth, and the s
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from splitc import units
 from splitc.cost_models.calibration.devices import Residual, averaged
-from splitc.cost_models.calibration.samples import LARGE, LIKE, LinkSamples, Overlap, Ranks, Sample, times
+from splitc.cost_models.calibration.samples import (
+    LARGE,
+    LIKE,
+    LinkSamples,
+    Overlap,
+    Ranks,
+    Sample,
+    pairs_beside_one,
+    times,
+)
 from splitc.cost_models.network.alpha_beta import RINGS
 from splitc.ir.device import COLLECTIVES, Link, Rate
 
@@ -54,7 +64,7 @@ def fit_links(measured: LinkSamples, alike: bool = False) -> LinkFit:
     own = {first: [each for each in far if speeds.counts(each, first)] for first in speeds.group}
     overlaps = {first: [each for each in measured.overlaps if speeds.group[each.rank] == first] for first in own}
     links = _fill_in({first: _fit(own[first], overlaps[first]) for first in own}, own)
-    shared = share_a_line(far, lambda each: price(each, links[speeds.slowest(each.ranks)]))
+    shared = share_a_line(far)
     links = {first: replace(link, shared=shared) for first, link in links.items()}
     local = _local(near, measured.overlaps) if near else None
 
@@ -141,26 +151,18 @@ def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
 def _local(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
     """The link within hosts; where its ranks share a line, with the bandwidth that one has while all send."""
     link = _fit(samples, overlaps)
-    if not share_a_line(samples, lambda each: price(each, link)):
-        return link
-    return replace(link, bandwidth=fit_line([point(each) for each in samples if each.kind == "pairs"])[1])
+    pairs = [point(each) for each in samples if each.kind == "pairs" and len(each.ranks) > 2]
+    return replace(link, bandwidth=fit_line(pairs)[1]) if share_a_line(samples) else link
 
 
-def share_a_line(samples: Sequence[Sample], priced: Callable[[Sample], float]) -> bool:
+def share_a_line(samples: Sequence[Sample]) -> bool:
     """Whether n pairs at once took rather n times as long as one than as long as it, over all sizes together.
 
-    minimise the sum of |log(seconds / (k * alone))| over k = 1 and k = n                                           (3)
-
-    alone: what a message of that size took between these ranks; as `priced` where none was timed.
+    minimise the sum of |log(times)|, or |log(times / n)|: the median of the turns, by size                         (3)
     """
-    own, whole = 0.0, 0.0
-    for each in samples:
-        if each.kind == "pairs":
-            like = (one for one in samples if one.kind == "message" and one.nbytes == each.nbytes)
-            alone = max((one.seconds for one in like if {*one.ranks} <= {*each.ranks}), default=0.0)
-            times = each.seconds / (alone or priced(replace(each, kind="message")))
-            own, whole = own + abs(math.log(times)), whole + abs(math.log(2 * times / len(each.ranks)))
-    return whole < own
+    number = max((len(each.ranks) // 2 for each in samples if each.kind == "pairs"), default=1)
+    times = [statistics.median(of) for of in pairs_beside_one(samples).values()]
+    return sum(abs(math.log(each / number)) for each in times) < sum(abs(math.log(each)) for each in times)
 
 
 def _processor(overlaps: Sequence[Overlap], most: float, latency: float) -> tuple[float, float]:

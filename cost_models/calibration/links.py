@@ -4,7 +4,8 @@ What is timed is what generated programs use: a transport of `splitc.runtime`.
 
     message                   a sends to b, and b back: half of the round trip
     exchange                  a and b send to each other at once: is the link duplex?
-    pairs                     pairs of ranks send at once, all in one direction: do they share a link?
+    pairs                     pairs of ranks send at once, all in one direction, in turns with one pair: do they share a
+                              link?
     many_to_one, one_to_many  all others send to one rank, and the reverse
     all_reduce, all_gather, reduce_scatter, all_to_all   over all ranks, over pairs, over a host
 
@@ -33,6 +34,7 @@ from splitc.cost_models.calibration.samples import (
     best_connected,
     between_hosts,
     groups_of,
+    pairs_beside_one,
 )
 from splitc.ir.device import COLLECTIVES
 from splitc.runtime.transport.base import Transport
@@ -44,6 +46,7 @@ ALWAYS = 1 << 18  # bytes up to which is measured whatever it takes
 MOST = 1 << 28  # bytes of the largest message between GPUs
 _SAID = {"message": "messages", "exchange": "both directions at once", "pairs": "pairs at once"}
 _SHARES = {"message": 0.2, "exchange": 0.05, "pairs": 0.1, "many": 0.06, "collectives": 0.37, "computing": 0.22}
+_TURNS, _MOST_TURNS = 3, 9  # of one pair and several, with and without agreement
 _WHOLE = 0.75  # of the time for collectives, for those of all ranks: large sums, as gradients are
 
 
@@ -69,7 +72,8 @@ def measure_links(
     # One host, and two hosts; without hosts all ranks.  One pair alone was measured as messages.
     sets = [everybody[:per_host], everybody[: 2 * per_host]] if per_host > 1 else [everybody]
     several = [ranks[: len(ranks) // 2 * 2] for ranks in dict.fromkeys(sets) if len(ranks) >= 4]
-    samples += _timed(timer, "pairs", several, LARGE, allowed["pairs"])
+    for ranks in several:
+        samples += _pairs(timer, ranks, allowed["pairs"] / len(several))
 
     # One rank and all ranks of other hosts; on one host all others.
     hub = best_connected(samples, per_host)
@@ -118,6 +122,20 @@ def _messages(timer: RankTimer, local: list[Ranks], per_host: int, budget: float
         star = _to_other_hosts(between[0], timer.world, per_host)
         samples += timed([pair for pair in star if pair != between and 0 not in pair])
     return samples
+
+
+def _pairs(timer: RankTimer, ranks: Ranks, budget: float) -> list[Sample]:
+    """One pair, then all at once, in turns: further ones where turns differ in whether the pairs share a line.
+
+    What else the machine does slows both down then, while messages were timed long before.
+    """
+    found: list[Sample] = []
+    for turn in range(1, _MOST_TURNS + 1):
+        found += _timed(timer, "pairs", [ranks[:: len(ranks) // 2], ranks], LARGE, budget / _TURNS)
+        least = (len(ranks) // 2) ** 0.5
+        if turn >= _TURNS and len({times > least for of in pairs_beside_one(found).values() for times in of}) == 1:
+            break
+    return found
 
 
 def _timed(timer: RankTimer, kind: str, groups: Sequence[Ranks], sizes: Sequence[int], budget: float) -> list[Sample]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,17 @@ def times(samples: Iterable[Sample]) -> dict[Ranks, tuple[float, ...]]:
         for pair, seconds in found.items()
         if sizes
     }
+
+
+def pairs_beside_one(samples: Iterable[Sample]) -> dict[float, list[float]]:
+    """By size, how many times as long several pairs took as the one that was timed last before, in each turn."""
+    found, ones = defaultdict[float, list[float]](list), dict[float, Sample]()
+    for each in samples:
+        if each.kind == "pairs" and len(each.ranks) == 2:
+            ones[each.nbytes] = each
+        elif each.kind == "pairs" and (one := ones.get(each.nbytes)) and {*one.ranks} <= {*each.ranks}:
+            found[each.nbytes].append(each.seconds / one.seconds)
+    return found
 
 
 def between_hosts(samples: Iterable[Sample], per_host: int) -> dict[Ranks, float]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import cycle, islice, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ from splitc.cost_models.calibration.link_fit import LinkFit, fit_factor, fit_lin
 from splitc.cost_models.calibration.links import measure_links
 from splitc.cost_models.calibration.loopback import gpu_link
 from splitc.cost_models.calibration.rank_timer import RankTimer, midmean
-from splitc.cost_models.calibration.samples import LinkSamples, Overlap, Sample
+from splitc.cost_models.calibration.samples import LinkSamples, Overlap, Sample, pairs_beside_one
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.network import alpha_beta
 from splitc.errors import LaunchError
@@ -256,6 +256,35 @@ def test_whether_ranks_of_a_host_share_a_line_is_found_whatever_the_noise(
         kept = tuple(each for each in found.samples if each.kind != "pairs" or each.nbytes in sizes)
         wrong += [seed for link in fit_links(replace(found, samples=kept)).links[:1] if link.shared != shared]
     assert wrong == []
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("loaded", ["message", "pairs"])
+def test_whether_ranks_share_a_line_does_not_depend_on_when_the_machine_is_busy(
+    loaded: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def truth(sample: Sample) -> float:
+        link = FAST if len({rank // 2 for rank in sample.ranks}) == 1 else replace(SLOW, shared=shared)
+        return shown(lambda rank: link, sample) * (1.9 if sample.kind == loaded else 1.0)
+
+    fit = fit_links(measured(monkeypatch, 4, truth, ranks_per_host=2))
+    assert [link.shared for link in fit.links] == [shared] * 4
+
+
+def test_pairs_take_further_turns_until_these_agree_or_most_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer: Any = SimpleNamespace(transport=SimpleNamespace(connect=list), progress=lambda text: None)
+    for times, turns in (([2.0], 3), ([1.0], 3), ([1.9, 1.1, 2.0], 9), ([1.0, 1.2, 1.3], 3)):
+
+        def growing(timer: Any, kind: str, ranks: Any, sizes: Any, *_: Any, **__: Any) -> list[Sample]:
+            several = len(ranks) > 2
+            return [Sample(kind, ranks, 1e6, next(taken) if several else 1.0)]  # noqa: B023  # used in this turn
+
+        taken = cycle(times)
+        monkeypatch.setattr(links, "growing", growing)
+        monkeypatch.setattr(links, "_operation", lambda *_: None)
+        found = links._pairs(timer, (0, 1, 2, 3), 1.0)
+        assert [each.ranks for each in found] == turns * [(0, 2), (0, 1, 2, 3)], times
+        assert pairs_beside_one(found) == {1e6: list(islice(cycle(times), turns))}
 
 
 def test_pairs_at_once_all_send_in_one_direction() -> None:
