@@ -66,9 +66,9 @@ def compiled_on(args: argparse.Namespace, names: Sequence[str]) -> Iterator[Comp
     each = [argparse.Namespace(**{**vars(args), "cluster": name}) for name in names]
     asked = [_settings(one, plan) for one in each]
     file, _, program = analysed(each[0], plan, behind=behind)
-    for settings in asked:
+    for one, settings in zip(each, asked, strict=True):
         try:
-            yield _planned(args, plan, behind, file, settings, program)
+            yield _planned(args, plan, behind, file, _on_cluster(settings, one), program)
         except PlacementError as error:
             yield error
 
@@ -117,7 +117,7 @@ def analysed(
         if inserts:
             file = replace(file, model=with_norms(file.model, program, settings.world))
             program = _analysed(file, *of, behind)
-    return file, settings, program
+    return file, _on_cluster(settings, args), program
 
 
 def _analysed(
@@ -141,7 +141,7 @@ def _analysed(
 def _settings(args: argparse.Namespace, plan: Plan | None = None) -> Settings:
     """The options other than the model.  Raises with all problems at once, before anything is imported."""
     if plan is not None:
-        cluster = args.cluster and _cluster(args.cluster, args.quiet, measure=True)
+        cluster = _cluster(args.cluster)
         autocast = autocast_for(parse_autocast(args.autocast), plan)
         return Settings(plan.world, cluster=cluster, memory=args.memory, autocast=autocast)
     attempts = Attempts()
@@ -151,7 +151,7 @@ def _settings(args: argparse.Namespace, plan: Plan | None = None) -> Settings:
     pins = attempts.result(parse_pins, args.pin)
     autocast, wire = attempts.result(parse_autocast, args.autocast), attempts.result(parse_wire, args.wire)
     free = attempts.result(free_kinds, args.wire_error, args.wire)
-    cluster = attempts.result(_cluster, args.cluster, args.quiet, not attempts.problems)
+    cluster = attempts.result(_cluster, args.cluster)
     if strategy is not None and cluster is not None and args.world is not None:
         place = Place(cluster, args.world, strategy, global_batch=args.global_batch, memory=args.memory)
         attempts.problems += map(PlacementError, place.problems())
@@ -161,15 +161,20 @@ def _settings(args: argparse.Namespace, plan: Plan | None = None) -> Settings:
     return asked(wire=wire or AS_COMPUTED, wire_error=args.wire_error or 0.0, free=free or ())
 
 
-def _cluster(name: str | None, quiet: bool, measure: bool) -> Cluster | None:
-    """The cluster by name.  measure: whether this machine may be measured for it."""
-    if name not in (None, THIS_MACHINE):
-        return load_cluster(name)
-    here = measured_before()
-    if here is not None or not measure:
-        return here
-    with Step("measuring this machine, once", quiet):
-        return load_cluster(None)
+def _cluster(name: str | None) -> Cluster | None:
+    """The cluster by name; None: this machine, which may not have been measured."""
+    return None if name in (None, THIS_MACHINE) else load_cluster(name)
+
+
+def _on_cluster(settings: Settings, args: argparse.Namespace) -> Settings:
+    """The settings with the cluster that they are for, this machine where the options name none.
+
+    It is measured last of all, since that takes seconds and what else is wrong is told in less.
+    """
+    if settings.cluster is not None or (vars(args).get("plan") is not None and args.cluster is None):
+        return settings
+    with Step("measuring this machine, once", args.quiet or measured_before() is not None):
+        return replace(settings, cluster=load_cluster(None))
 
 
 def parse_pins(pairs: list[str]) -> dict[str, str | Placement]:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from splitc.cli import compiling
 from splitc.cli.launching import check_data
 from splitc.cli.plan_file import read_plan_file
+from splitc.cost_models.clusters import named
 from splitc.errors import LaunchError
 from tests import ROOT
 from tests.support.command import NET, edited, splitc
@@ -97,6 +99,21 @@ def test_options_are_looked_at_before_a_model_is_loaded(capsys: Capture) -> None
     Path("net.py").write_text("raise AssertionError('the model was loaded')")
     for case in OPTIONS:
         refused(capsys, *case)
+
+
+def test_a_model_is_looked_at_before_this_machine_is_measured(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring takes seconds, what is wrong with a model is known in less."""
+    monkeypatch.setattr(named, "measure_this_machine", lambda: pytest.fail("this machine was measured"))
+    monkeypatch.setattr(compiling, "measured_before", lambda: None)
+    fails = edited(forward="        return self.second(x)")
+    for text, said in (
+        ("model = 3", "not a torch.nn.Module"),
+        ("1 / 0", "ZeroDivisionError"),
+        (fails, "does not run on its example"),
+    ):
+        Path("net.py").write_text(text)
+        for command in ("try net.py", "inspect net.py --world 2 --require step<=1s", "verify net.py --world 2"):
+            refused(capsys, f"{command} --cluster this-machine", said)
 
 
 MODELS = [
