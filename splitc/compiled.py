@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from splitc.bounded import bounded
 from splitc.capture.example.example import Example
 from splitc.capture.validate.behind import Behind
-from splitc.codegen.build_folder import TIMELINE
+from splitc.codegen.build_folder import FIGURES, TIMELINE
 from splitc.codegen.generate import generate
 from splitc.codegen.rank_weights import rank_weights
 from splitc.codegen.save import require_importable, save_build
@@ -34,6 +34,7 @@ from splitc.passes.analysis import analyse
 from splitc.report.drift import expected
 from splitc.report.figures import of_plan
 from splitc.report.html.head import head
+from splitc.report.step import of_program
 from splitc.report.text import report, tried
 from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.parameter_groups import OptimizerFactory
@@ -216,8 +217,10 @@ class CompiledProgram:
         rungs = self.ladder(min_world) if min_world is not None else ()
         worlds = {each.world: generate(each.program) for each in rungs if each.program is not None}
         spans, size = self.plan.prediction.spans, self.plan.world * len(self.program.layers)
-        timeline = {TIMELINE: json.dumps([*map(astuple, spans())])} if spans and size <= _MOST_OF_TIMELINE else {}
-        return save_build(Path(folder), {**self.files, **timeline}, self.weights(), standalone, worlds)
+        known = {TIMELINE: json.dumps([*map(astuple, spans())])} if spans and size <= _MOST_OF_TIMELINE else {}
+        if size <= _MOST_OF_TIMELINE:
+            known[FIGURES] = json.dumps(of_program(self.program))
+        return save_build(Path(folder), {**self.files, **known}, self.weights(), standalone, worlds)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """The contents of weights.pt: `state`, the model's state_dict, and `extra`, tensors that are not in it."""

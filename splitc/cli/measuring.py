@@ -10,14 +10,14 @@ import datetime
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from splitc.cli.files import check_writable, write_file
 from splitc.cli.pages import write_page
-from splitc.codegen.build_folder import TIMELINE
+from splitc.codegen.build_folder import FIGURES, TIMELINE
 from splitc.cost_models.calibration.learning import Run, fit, slowed
 from splitc.cost_models.calibration.record import Seen, keep, run_of, runs_on
 from splitc.cost_models.clusters.files import THIS_MACHINE, known_clusters
@@ -43,6 +43,8 @@ from splitc.runtime.progress import Step
 from splitc.runtime.transport.phases import TRACED, WARM_UP, Span
 
 STEPS = 10
+
+T = TypeVar("T")
 
 
 def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -91,17 +93,22 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
 
 
 def _figures(folder: Path, plan: Plan, measured: Measurement, factors: Factors | None) -> dict[str, Any]:
-    """The figures of the page: those that a plan tells by itself, and beside them what was measured."""
+    """The figures of the page: those that the build tells, and beside them what was measured."""
     of_measured = drawn(plan, measured.spans, max(phases.step for phases in measured.ranks))
     found = {**as_json(plan, measured, factors), "timeline": of_measured}
-    return {**of_plan(plan, folder.name), "timeline": drawn(plan, _predicted(folder)), "measured": found}
+    told = {**of_plan(plan, folder.name), **_read(folder / FIGURES, dict), "timeline": drawn(plan, _predicted(folder))}
+    return {**told, "measured": found}
 
 
 def _predicted(folder: Path) -> tuple[Span, ...]:
-    """The spans of the predicted steps of a build; none where it has none.  Raises LaunchError for a damaged file."""
-    file = folder / TIMELINE
+    """The spans of the predicted steps of a build; none where it has none."""
+    return _read(folder / TIMELINE, lambda spans: tuple(Span(*each) for each in spans))
+
+
+def _read(file: Path, read: Callable[[Any], T]) -> T:
+    """What a file of a build holds; nothing where the build has none.  Raises LaunchError for a damaged one."""
     try:
-        return tuple(Span(*each) for each in json.loads(file.read_text())) if file.is_file() else ()
+        return read(json.loads(file.read_text()) if file.is_file() else ())
     except (ValueError, TypeError) as error:
         raise LaunchError(f"{file} is damaged ({error}); delete it, or compile again") from error
 

@@ -19,6 +19,9 @@ WORLDS = "worlds"
 TIMELINE = "timeline.json"
 """The file of a build that holds the spans of its predicted steps."""
 
+FIGURES = "figures.json"
+"""The file of a build that holds what its report says of layers and messages, and plan.json does not."""
+
 
 def require_writable(folder: Path) -> None:
     """Raise LaunchError when a build cannot be written there."""

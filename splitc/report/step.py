@@ -9,6 +9,7 @@ from typing import Any
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import wire
+from splitc.report.figures import Figures
 from splitc.runtime.transport.phases import Span, union
 
 _STREAMS = {"compute": "compute", "wait": "waiting", "comm": "communication"}
@@ -22,6 +23,13 @@ def figures_of_step(program: LoweredProgram) -> dict[str, Any]:
     plan, simulated = program.plan, program.plan.prediction.spans
     spans = simulated() if simulated is not None and plan.world * len(program.layers) <= _LARGE else ()
     return {"timeline": drawn(plan, spans), "collectives": _collectives(program, spans)}
+
+
+def of_program(program: LoweredProgram) -> dict[str, Any]:
+    """Return what a page shows of a program beside what its plan and its timeline tell."""
+    figures, simulated = Figures(program), program.plan.prediction.spans
+    layers = [figures.layer(layer) for layer in program.layers]
+    return {"layers": layers, "collectives": _collectives(program, simulated() if simulated is not None else ())}
 
 
 def drawn(plan: Plan, spans: Sequence[Span], seconds: float = 0.0) -> dict[str, Any] | None:

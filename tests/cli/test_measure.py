@@ -20,6 +20,7 @@ from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster, Unlike
 from splitc.ir.cluster_file import digest, parse_cluster, to_toml
 from splitc.ir.plan import Plan
+from splitc.report.figures import as_json
 from splitc.report.measurement import Factors, factors_of
 from splitc.runtime.launch import torchrun
 from splitc.runtime.transport.phases import Phases
@@ -390,6 +391,13 @@ def test_measuring_writes_a_page_with_both_steps_of_each_rank(
     plan = read_plan_file(build / "plan.json")
     seconds = plan.prediction.simulated_seconds * plan.period * plan.accumulate
     assert figures["timeline"]["seconds"] == pytest.approx(seconds) and figures["timeline"]["lanes"]
-    (build / "timeline.json").write_text('[["no span"]]')
-    done = splitc(capsys, "run build --measure --html page.html")
-    assert done.code == 2 and "timeline.json is damaged" in done.err and "Traceback" not in done.err
+    whole = as_json(program().program)
+    assert figures["layers"] == json.loads(json.dumps(whole["layers"])) and figures["layers"][0]["sent_bytes"]
+    sent = sum(each["sent_bytes"] for each in whole["ranks"])
+    assert sum(each["bytes"] for each in figures["collectives"]) == pytest.approx(sent, abs=WORLD)
+    for name, text in (("timeline", '[["no span"]]'), ("figures", "[1]")):
+        kept = (build / f"{name}.json").read_text()
+        (build / f"{name}.json").write_text(text)
+        done = splitc(capsys, "run build --measure --html page.html")
+        assert done.code == 2 and f"{name}.json is damaged" in done.err and "Traceback" not in done.err
+        (build / f"{name}.json").write_text(kept)

@@ -43,7 +43,7 @@ def test_the_same_program_is_the_same_bytes_in_every_file(tmp_path: Path) -> Non
 
 def test_a_build_holds_the_program_its_plan_and_its_weights(tmp_path: Path) -> None:
     folder = program().save(tmp_path / "new" / "build")
-    assert set(contents(folder)) == {*program().files, "timeline.json", "weights.pt"}
+    assert set(contents(folder)) == {*program().files, "figures.json", "timeline.json", "weights.pt"}
     assert read_plan_file(folder / "plan.json") == program().plan
     weights, keys = load_weights(folder)
     model = program()._model
@@ -56,11 +56,11 @@ def test_a_build_holds_the_program_its_plan_and_its_weights(tmp_path: Path) -> N
 def test_an_earlier_build_is_replaced_and_leaves_no_file_behind(tmp_path: Path) -> None:
     compile_net(Net(), "data_parallel", 4).save(tmp_path, standalone=True)
     program().save(tmp_path)
-    assert set(contents(tmp_path)) == {*program().files, "timeline.json", "weights.pt"}
+    assert set(contents(tmp_path)) == {*program().files, "figures.json", "timeline.json", "weights.pt"}
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "__pycache__" / "conv.cpython-311.pyc").write_bytes(b"old")
     program().save(tmp_path)
-    assert set(contents(tmp_path)) == {*program().files, "timeline.json", "weights.pt"}
+    assert set(contents(tmp_path)) == {*program().files, "figures.json", "timeline.json", "weights.pt"}
 
 
 def add_notes(folder: Path) -> None:
@@ -223,7 +223,7 @@ def test_what_a_killed_process_left_aside_is_removed(tmp_path: Path) -> None:
     (left / "conv.py").write_text("half")
     folder = program().save(tmp_path / "build")
     assert [path.name for path in tmp_path.iterdir()] == ["build"]
-    assert set(contents(folder)) == {*program().files, "timeline.json", "weights.pt"}
+    assert set(contents(folder)) == {*program().files, "figures.json", "timeline.json", "weights.pt"}
 
 
 def test_the_working_directory_is_refused_since_a_build_takes_its_folders_place(

@@ -76,7 +76,7 @@ def _traffic(figures: Figures) -> Html:
         rows.append([what, each["ranks"], f"{each['count']:,.4g}", units.nbytes(each["bytes"]), *hidden])
     caption = "Messages and collectives of a step, with the bytes that all ranks send; hidden: nobody waits for them"
     headers = "what|#ranks|#number|#bytes|#hidden|share of their time"
-    nothing = _left_out("Nothing travels, or it is not known: a build has no record.")
+    nothing = _left_out("Nothing travels, or it is not known: a large build has no record.")
     return table(caption, headers, rows) if rows else nothing
 
 
