@@ -32,7 +32,7 @@ from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower
 from splitc.passes.share_forward import with_shared_forward
 from splitc.passes.use_plan import UsePlan
-from splitc.report.feasible import what_fits
+from splitc.report.feasible import planned_anew, what_fits
 from splitc.runtime.transport.formats import AS_COMPUTED, Wire
 
 
@@ -116,8 +116,10 @@ def specialise(
     except PlacementError as error:
         now("looking for what would make a plan of")
         with under_autocast(program.root, program.autocast), suppress(TimeoutError):
-            if plan is None and (changes := what_fits(settings.place(), program, made)):
-                error.add_note(changes)
+            if plan is None or settings.cluster is not None:
+                find = what_fits if plan is None else partial(planned_anew, plan)
+                if changes := find(settings.place(), program, made):
+                    error.add_note(changes)
         raise
 
 

@@ -1,4 +1,7 @@
-"""The smallest change with which a request that has no plan has one: parts of it are changed one at a time."""
+"""The smallest change with which a request that has no plan has one: parts of it are changed one at a time.
+
+Of a plan file, which has decided all of them, the options with which one is made anew.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from math import inf
 from typing import Any
 
 from splitc.errors import SplitcError
+from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.passes.place import Place
-from splitc.passes.planner.strategy import options_of
-from splitc.report.what_if import Asked, Made, Quantity, changed, patient, quantities
+from splitc.passes.planner.strategy import options_of, parse_strategy
+from splitc.report.what_if import Asked, Made, Quantity, changed, choice_text, patient, quantities
 from splitc.runtime.transport.formats import AS_COMPUTED, EXACT
 from splitc.strategies.auto import Auto
 
@@ -36,6 +40,23 @@ def what_fits(place: Place, program: Program, made: Made) -> str:
     changes = (each.nearest(to) for each, to in ((parts, 16), (world, ranks), (batch, 1 / batch.now)))
     fitting = [f"{memory.nearest(_MOST_MEMORY)} a rank", *filter(None, changes)]
     return f"memory is what is short: a rank has {memory.text(memory.now)}; it would fit with {', or '.join(fitting)}"
+
+
+def planned_anew(plan: Plan, place: Place, program: Program, made: Made) -> str:
+    """Return the options with which there is a plan, nearest to one that does not fit; "" where none was found.
+
+    place: what the plan was to fit.  made, TimeoutError: as of `what_fits`.
+    """
+    made, world = patient(made), min(plan.world, place.cluster.world or plan.world)
+    batch = plan.global_batch if plan.batch_offsets else None
+    for name in dict.fromkeys((plan.strategy, "auto")):
+        with suppress(SplitcError):
+            asked = replace(place, world=world, global_batch=batch, strategy=parse_strategy(name))
+            options = f"--world {world} --strategy {name}{f' --global-batch {batch}' if batch else ''}"
+            return (
+                f"made anew there is a plan, {choice_text(made(asked, program))}, with {options} in place of the file"
+            )
+    return ""
 
 
 def _changes(place: Place, program: Program, made: Made) -> Iterator[str]:

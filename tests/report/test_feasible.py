@@ -124,3 +124,17 @@ def test_a_ladder_that_cannot_be_says_which_can() -> None:
             require_fewer(min_world, world)
         assert str(asked[0] if world > 1 and min_world else asked[1] if min_world else 1) in str(raised.value)
         require_fewer(*asked)
+
+
+def test_a_plan_file_that_does_not_fit_names_the_options_with_which_one_made_anew_does() -> None:
+    plan = specialise(model(), Settings(4, cluster=SMALL, strategy="data_parallel")).plan
+    for settings, ranks in ((Settings(4, cluster=replace(SMALL, world=2)), 2), (Settings(4, cluster=SMALL), 4)):
+        given = plan if ranks == 2 else replace(plan, model="another")
+        with pytest.raises(PlacementError) as raised:
+            specialise(model(), settings, given)
+        (note,) = raised.value.__notes__
+        options = f"--world {ranks} --strategy data_parallel --global-batch 16"
+        assert note == f"made anew there is a plan, data_parallel {ranks}, with {options} in place of the file"
+    with pytest.raises(PlacementError) as raised:
+        specialise(model(), Settings(4, cluster=SMALL, memory=1.0), plan)
+    assert not getattr(raised.value, "__notes__", []), "nothing fits"
