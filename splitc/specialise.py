@@ -42,6 +42,7 @@ class Settings:
 
     tune: seconds in which finalists are run to choose among them; 0: none is.
     free: the kinds of numbers that may travel in other formats than `wire`, for errors of gradients below `wire_error`.
+    alone: as of `Place`.
     """
 
     world: int
@@ -57,6 +58,7 @@ class Settings:
     wire: Wire = AS_COMPUTED
     wire_error: float = 0.0
     free: tuple[str, ...] = ()
+    alone: bool = False
 
     def __post_init__(self) -> None:
         if problems := values_refused(self):
@@ -80,7 +82,7 @@ class Settings:
             return False
 
         place = partial(Place, cluster, self.world, strategy, self.pins, self.global_batch, self.memory)
-        return place(model=model, accumulate=self.accumulate, wire=self.wire, fits=fits)
+        return place(model=model, accumulate=self.accumulate, wire=self.wire, alone=self.alone, fits=fits)
 
 
 def with_norms(model: nn.Module, program: Program, world: int) -> nn.Module:

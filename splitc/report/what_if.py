@@ -227,9 +227,23 @@ def advice(place: Place, program: Program, plan: Plan) -> str:
     more = quantities(place, program, patient(planned))[:2]
     changes = [f"from {each.text(end[1])}" for each in more if (end := each.boundary(_idle, each.reach(_FAR)))]
     changes += _accumulating(place, program)
-    head = f"{idle} of {plan.world} ranks {'is' if idle == 1 else 'are'} idle"
+    head = _instead(place, program, plan) + f"{idle} of {plan.world} ranks {'is' if idle == 1 else 'are'} idle"
     nothing = f"; {_FAR} times the bandwidth, batch or accumulate would not change that."
     return head + (f": {' or '.join(changes)}, {plan.world} ranks are faster." if changes else nothing)
+
+
+def _instead(place: Place, program: Program, plan: Plan) -> str:
+    """Say which plan one rank takes the examples of, since it is as fast; "" where it has those of one reader."""
+    batch, own = plan.global_batch, plan.prediction.step_seconds
+    others = [each for each in plan.candidates if each.feasible and each.exact and each.strategy != plan.strategy]
+    others = [each for each in others if each.global_batch == batch and place.global_batch is None]
+    if batch == program.batch or not others:
+        return ""
+    best = min(others, key=lambda each: each.step_seconds)
+    return (
+        f"One rank alone takes {units.seconds(own)} for {batch} examples, {best.strategy} on several "
+        f"{units.seconds(best.step_seconds)}: "
+    )
 
 
 def _alone(place: Place, program: Program, plan: Plan) -> str:

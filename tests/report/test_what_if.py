@@ -22,6 +22,7 @@ from splitc.report import what_if
 from splitc.report.what_if import Quantity, advice, breakpoints, choice_text, planned, quantities, simulated_step
 from splitc.specialise import Settings, specialise
 from splitc.strategies.data_parallel import DataParallel
+from splitc.strategies.single_device import SingleDevice
 from tests.support.compiled import analyse
 
 NAMES = ["bandwidth", "batch", "world", "memory"]
@@ -169,6 +170,26 @@ def test_where_all_ranks_work_it_is_told_only_whether_one_alone_is_as_fast_with_
     slow = replace(plan, prediction=replace(plan.prediction, step_seconds=10.0))
     text = advice(both, model(), slow)
     assert re.fullmatch(rf"One rank alone takes .* for all {plan.global_batch} examples, 2 ranks 10 s: .*", text), text
+
+
+@pytest.mark.slow
+def test_one_rank_takes_the_examples_of_all_where_no_plan_on_several_is_faster() -> None:
+    """On this network two ranks train more samples/s than one with half the examples, and fewer than one with all."""
+    asked = place(2, 8e9)
+    several, alone = asked.run(model()).plan, (shared := replace(asked, alone=True)).run(model()).plan
+    one = replace(asked, strategy=SingleDevice())
+    as_many = replace(one, global_batch=several.global_batch).run(model()).plan
+    assert (several.global_batch, several.strategy) == (512, "late_multiply")
+    assert one.run(model()).plan.samples_per_second < several.samples_per_second < as_many.samples_per_second
+    assert alone.decided == as_many.decided and alone.roles == {"all": (0,)}
+    rates = {each.strategy: each.samples_per_second for each in alone.candidates if each.feasible and each.exact}
+    assert max(rates, key=rates.__getitem__) == "single_device" and rates["late_multiply"] > 0
+    text = advice(shared, model(), alone)
+    assert text.startswith("One rank alone takes ") and " for 512 examples, late_multiply on several " in text
+    for kept in (replace(shared, global_batch=256), replace(shared, strategy=DataParallel())):
+        assert kept.run(model()).plan.global_batch == (kept.global_batch or 512)
+    fast = replace(shared, cluster=asked.cluster.with_bandwidth(1e11)).run(model()).plan
+    assert {rank for ranks in fast.roles.values() for rank in ranks} == {0, 1} and fast.global_batch == 512
 
 
 @pytest.mark.slow
