@@ -62,10 +62,11 @@ def _planned(program: LoweredProgram) -> Iterator[str]:
     """A sentence with the rates, then a line for each role."""
     plan = program.plan
     rates = {each.strategy.partition("(")[0]: each for each in plan.candidates if each.feasible}
-    beside = (f"{text} {rates[name].samples_per_second:,.0f}" for name, text in _BESIDE.items() if name in rates)
+    others = {text: rates[name] for name, text in _BESIDE.items() if name in rates and name != plan.strategy}
+    beside = ", ".join(f"{text} {each.samples_per_second:,.0f}" for text, each in others.items())
     yield (
         f"{program.name} on {units.numbered(plan.world, 'rank')} of {plan.prediction.cluster}: {plan.strategy}, "
-        f"{plan.samples_per_second:,.0f} samples/s predicted ({', '.join(beside)})"
+        f"{plan.samples_per_second:,.0f} samples/s predicted{f' ({beside})' * bool(beside)}"
     )
     for role, ranks in plan.all_roles.items():
         names = [layer.name for layer in program.layers if plan.placements[layer.name].role == role]
