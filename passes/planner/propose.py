@@ -94,7 +94,8 @@ def _nothing(request: Request, rules: CutRules, asked: Strategy, found: Search) 
         if why := asked.indivisible(request):
             return infeasible(name, why, exact)
         if found.bound and not found.proved and time.monotonic() >= request.deadline:
-            late = f"none was found in {request.time_limit:g} s; raise time_limit"
+            instead = "name another strategy, or its options, which leaves less to search"
+            late = f"none was found in {request.time_limit:g} s; {instead}"
             return PricedPlan(name, bound=found.bound, proved=False, infeasible_because=late, exact=exact)
         return infeasible(name, [uncut(rules, request.pins, asked.cut)], exact)
     fullest = found.fullest

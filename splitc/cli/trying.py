@@ -59,8 +59,8 @@ def _train(made: CompiledProgram, args: argparse.Namespace) -> int:
 
 
 def _planned(program: LoweredProgram) -> Iterator[str]:
-    """A sentence with the rates, then a line for each role."""
-    plan = program.plan
+    """A sentence with the rates, then a line for each role that has layers, or ranks that no other one has."""
+    plan = program.plan.decided
     rates = {each.strategy.partition("(")[0]: each for each in plan.candidates if each.feasible}
     others = {text: rates[name] for name, text in _BESIDE.items() if name in rates and name != plan.strategy}
     beside = ", ".join(f"{text} {each.samples_per_second:,.0f}" for text, each in others.items())
@@ -68,9 +68,12 @@ def _planned(program: LoweredProgram) -> Iterator[str]:
         f"{program.name} on {units.numbered(plan.world, 'rank')} of {plan.prediction.cluster}: {plan.strategy}, "
         f"{plan.samples_per_second:,.0f} samples/s predicted{f' ({beside})' * bool(beside)}"
     )
+    busy = {rank for place in plan.placements.values() for rank in plan.roles[place.role]}
     for role, ranks in plan.all_roles.items():
         names = [layer.name for layer in program.layers if plan.placements[layer.name].role == role]
+        if not names and busy.issuperset(ranks):
+            continue
         held = {tensor for layer in program.layers if layer.name in names for tensor in layer.tensors}
         numbers = units.count(sum(program.tensors[each].numel for each in held if program.tensors[each].parameter))
         ends = ", ".join(names if len(names) < 4 else [names[0], "...", names[-1]])
-        yield f"{role} on {rank_list(ranks)}: {ends}; {numbers} parameters"
+        yield f"{role} on {rank_list(ranks)}: {ends or 'no layers'}; {numbers} parameters"

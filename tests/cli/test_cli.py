@@ -10,20 +10,26 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from splitc.cli.compiling import parse_pins
 from splitc.cli.options import parse
+from splitc.cli.trying import _planned
 from splitc.cost_models.clusters.files import known_clusters
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.cluster_file import from_data, parse_cluster
 from splitc.ir.placements import Placement
 from splitc.runtime.progress import Step
+from splitc.specialise import Settings, specialise
 from tests import ROOT
 from tests.support.command import splitc
+from tests.support.compiled import CLUSTER, analyse
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("net")
@@ -315,7 +321,7 @@ def test_try_plans_verifies_and_trains_and_leaves_nothing(capfd: Capture, monkey
     assert done.code == 0, done.err
     lines = done.out.replace("\n", " ")
     assert re.search(
-        r"Net on 2 ranks of v100-10gbe: data_parallel, \S+ samples/s predicted \(one process \S+, DistributedData",
+        r"Net on 2 ranks of v100-10gbe: data_parallel, \S+ samples/s predicted \(one process \S+\) all",
         lines,
     )
     assert "all on ranks 0-1: first, second; 83 parameters" in lines
@@ -325,6 +331,19 @@ def test_try_plans_verifies_and_trains_and_leaves_nothing(capfd: Capture, monkey
     assert sorted(Path.cwd().iterdir()) == before
     done = splitc(capfd, "try nett.py")
     assert (done.code, done.out) == (2, "") and "did you mean net.py?" in done.err
+
+
+@pytest.mark.slow
+def test_try_tells_roles_as_they_were_decided_and_leaves_out_those_that_compute_nothing() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    model = analyse(net, torch.randn(4, 8), torch.randint(4, (4,)), nn.functional.cross_entropy)
+    placed = specialise(model, Settings(2, cluster=CLUSTER, strategy="modulo_shard(mp=2, microbatches=2)"))
+    assert list(placed.plan.roles) == ["trunk", "head", "head_2"], "divided, for its schedule"
+    said = ["trunk on ranks 0-1: 0; 72 parameters", "head on ranks 0-1: 2, 4; 212 parameters"]
+    assert list(_planned(placed))[1:] == said
+    everything = {name: replace(place, role="head") for name, place in placed.plan.placements.items()}
+    told = _planned(replace(placed, plan=replace(placed.plan, placements=everything)))
+    assert list(told)[1:] == ["head on ranks 0-1: 0, 2, 4; 284 parameters"]
 
 
 @pytest.mark.slow
