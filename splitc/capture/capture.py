@@ -42,7 +42,7 @@ from splitc.ir.layers import StateTensor
 from splitc.ir.names import is_ours
 from splitc.ir.program import Input, Program, TensorSpec
 from splitc.ir.regions import Region, names_in
-from splitc.ir.value_range import class_bound
+from splitc.ir.value_range import are_counts, class_bound
 
 
 def capture(
@@ -267,6 +267,8 @@ def _input(name: str, regions: Regions, tracer: Tracer) -> Input:
                 raise CaptureError(
                     f"{name} holds {max(wrong)}, out of bounds: what reads it takes numbers below {high}"
                 )
+    elif tensor.dtype.is_floating_point and are_counts(tensor):
+        high = int(tensor.max()) + 1
     path = example.paths[name]
     if path[-1].startswith(("bag_starts", "bag_bounds")) and node.users and not regions.found:
         raise CaptureError(

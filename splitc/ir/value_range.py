@@ -57,6 +57,12 @@ def class_bound(node: fx.Node, root: nn.Module, seen: Tensor, constant: Callable
     return int(bounds) if bounds.numel() == 1 else bounds.tolist()
 
 
+def are_counts(tensor: Tensor) -> bool:
+    """Whether floats are different whole numbers from 0 on, as labels of several classes are."""
+    known = tensor.device.type != "meta" and tensor.numel() > 0 and bool(tensor.isfinite().all())
+    return known and 0 <= float(tensor.min()) < float(tensor.max()) and bool((tensor == tensor.round()).all())
+
+
 def _passed(user: fx.Node, value: fx.Node, elements: Any, batch: int, constant: Callable[[str], Tensor | None]) -> Any:
     """The elements of the result, of a view or a sum with constants; None of anything else."""
     name, given = op_name(user), {value: elements}

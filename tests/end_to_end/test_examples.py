@@ -143,7 +143,13 @@ def test_a_transformer_looks_back_only() -> None:
 @pytest.mark.slow
 def test_a_recommenders_indices_are_drawn_from_its_tables() -> None:
     program = captured("recommender")
-    assert {i.name: i.high for i in program.inputs if i.high} == {"user": 40, "item": 30, "category": 5, "seen": 30}
+    assert {i.name: i.high for i in program.inputs if i.high} == {
+        "user": 40,
+        "item": 30,
+        "category": 5,
+        "seen": 30,
+        "target": 2,
+    }
     assert recommender().get_parameter("users.weight").numel() > 6e6
 
 

@@ -41,6 +41,18 @@ def test_classes_are_bounded_by_the_logits() -> None:
     assert [each.bound for each in program.inputs] == [None, 7]
 
 
+def test_floats_that_are_whole_numbers_in_the_example_are_drawn_as_such() -> None:
+    for values, high in (
+        ([[0.0, 1.0], [1.0, 0.0]], 2),
+        ([[0.0, 4.0], [3.0, 0.0]], 5),
+        ([[0.0, 0.0], [0.0, 0.0]], None),
+        ([[-1.0, 1.0], [1.0, 0.0]], None),
+        ([[0.0, 0.5], [1.0, 0.0]], None),
+    ):
+        program = capture(nn.Linear(3, 2), (torch.randn(2, 3),), torch.tensor(values), F.mse_loss)
+        assert [each.high for each in program.inputs] == [None, high], values
+
+
 SIZES = 200, 10, 37
 STARTS = torch.tensor([0, 200, 210])
 
