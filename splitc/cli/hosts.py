@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 from splitc.cli.files import filled
 from splitc.codegen.build_folder import WEIGHTS
 from splitc.errors import LaunchError
+from splitc.ir.shares import share_out
 from splitc.runtime.errors import RESTART
 from splitc.runtime.launch.torchrun import SAVING, Ends, Lines, forward, of_ranks, stopped_like_ctrl_c
 from splitc.runtime.transport.sealed import TOKEN
@@ -57,9 +59,11 @@ def parse_hosts(text: str, world: int) -> list[Host]:
     open_hosts = [name for name, ranks in named if not ranks]
     left = world - sum(int(ranks) for _, ranks in named if ranks)
     if left < len(open_hosts) or (left and not open_hosts) or (open_hosts and left % len(open_hosts)):
+        shares = [b - a for a, b in pairwise(share_out(world, len(named)))]
+        known = ",".join(f"{name}:{ranks}" for (name, _), ranks in zip(named, shares, strict=True) if ranks)
         raise LaunchError(
             f"--hosts {text}: the build has {world} ranks, which these hosts do not share; give the ranks of each, as "
-            f"in a:{world - world // 2},b:{world // 2}"
+            f"in {known}, or compile for as many as there are"
         )
     return [Host(name, int(ranks) if ranks else left // len(open_hosts)) for name, ranks in named]
 

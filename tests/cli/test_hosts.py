@@ -34,9 +34,13 @@ def test_hosts_share_the_ranks_that_have_no_number() -> None:
 
 
 def test_hosts_that_are_none_or_do_not_share_the_ranks_are_refused() -> None:
-    for text in ("a,b,c", "a:1,b:1", "a:4,b", "a:5"):
-        with pytest.raises(LaunchError, match=rf"--hosts {text}: the build has 4 ranks, .* as in a:2,b:2"):
+    for text, instead in (
+        *(("a,b,c", "a:2,b:1,c:1"), ("a:1,b:1", "a:2,b:2"), ("a:4,b", "a:2,b:2"), ("a:5", "a:4")),
+        *(("me@a:9,b", "me@a:2,b:2"), ("a,b,c,d,e", "a:1,b:1,c:1,d:1")),
+    ):
+        with pytest.raises(LaunchError, match=rf"--hosts {text}: the build has 4 ranks, .* as in {instead}, or"):
             parse_hosts(text, 4)
+        assert sum(host.ranks for host in parse_hosts(instead, 4)) == 4
     for text in ("", "a,,b", "a:x", ":2"):
         with pytest.raises(LaunchError, match="is no host; write names or addresses, with ranks: a,b:2"):
             parse_hosts(text, 4)
