@@ -126,6 +126,7 @@ def test_a_ladder_that_cannot_be_says_which_can() -> None:
         require_fewer(*asked)
 
 
+@pytest.mark.slow
 def test_a_plan_file_that_does_not_fit_names_the_options_with_which_one_made_anew_does() -> None:
     plan = specialise(model(), Settings(4, cluster=SMALL, strategy="data_parallel")).plan
     for settings, ranks in ((Settings(4, cluster=replace(SMALL, world=2)), 2), (Settings(4, cluster=SMALL), 4)):
