@@ -258,8 +258,7 @@ def test_whether_ranks_of_a_host_share_a_line_is_found_whatever_the_noise(
     assert wrong == []
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("loaded", ["message", "pairs"])
+@pytest.mark.parametrize(("loaded", "shared"), [("message", True), ("pairs", False)])
 def test_whether_ranks_share_a_line_does_not_depend_on_when_the_machine_is_busy(
     loaded: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
