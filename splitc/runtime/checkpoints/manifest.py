@@ -9,8 +9,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .metadata import is_beside
-
 MANIFEST = ".manifest"
 
 
@@ -52,3 +50,8 @@ def checksum(path: Path) -> int:
             value = zlib.crc32(block, value)
         return value
     return -1
+
+
+def is_beside(name: object) -> bool:
+    """Whether a text names a file of the same folder."""
+    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from .manifest import is_beside
+
 _VALUES = {
     "torch": {name for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)} | {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -47,8 +49,3 @@ def read_metadata(path: Path) -> Metadata:
     except Exception as error:  # of a damaged pickle any
         raise ValueError(f"{path}: no description of a checkpoint: {error}; give another checkpoint") from error
     return found
-
-
-def is_beside(name: object) -> bool:
-    """Whether a text names a file of the same folder."""
-    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
