@@ -7,6 +7,7 @@ input is wrong; 130 stopped.
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
 import traceback
@@ -25,6 +26,7 @@ _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command of `argv`, by default that of this process; return the exit code."""
+    gc.set_threshold(max(gc.get_threshold()[0], 20_000))  # torch makes a million objects that are no garbage
     verbose, runs_model, argv = False, False, sys.argv[1:] if argv is None else argv
     try:
         args = parse(argv)
