@@ -10,6 +10,7 @@ Where a model does not run on such data, what is nearer to the example is tried:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -117,7 +118,7 @@ def _drawn(seen: Tensor, chosen: Tensor, bound: Any, how: Draw, generator: torch
         parts = torch.view_as_real(seen), torch.view_as_real(chosen)
         return torch.view_as_complex(_floats(*parts, None, how, generator).to(parts[0].dtype).contiguous())
     if seen.dtype.is_floating_point:
-        return _floats(seen.double(), chosen.double(), bound, how, generator).to(seen.dtype)
+        return _floats(seen, chosen.double(), bound, how, generator).to(seen.dtype)
     if how is Draw.SEEN:
         return chosen
     low, high = int(seen.min()), int(seen.max())
@@ -129,21 +130,38 @@ def _drawn(seen: Tensor, chosen: Tensor, bound: Any, how: Draw, generator: torch
 
 
 def _floats(seen: Tensor, chosen: Tensor, bound: int | None, how: Draw, generator: torch.Generator) -> Tensor:
-    finite = torch.where(seen.isfinite(), seen, 0)
-    low, high = float(finite.min()), float(finite.max())
-    spread = float(finite.std(correction=0)) or max(abs(low), 1.0)
-    drawn = chosen + spread * torch.randn(chosen.shape, generator=generator, dtype=seen.dtype)
-    uniform = torch.rand(chosen.shape, generator=generator, dtype=seen.dtype)
+    low, high = map(float, seen.aminmax())
+    if not math.isfinite(low + high):
+        seen = torch.where(seen.isfinite(), seen, 0)
+        low, high = map(float, seen.aminmax())
+    spread = float(seen.std(correction=0)) or max(abs(low), 1.0)
+    drawn = chosen + spread * torch.randn(chosen.shape, generator=generator, dtype=chosen.dtype)
+    uniform = torch.rand(chosen.shape, generator=generator, dtype=chosen.dtype)
     if low >= 0 and (low < high or how is Draw.SEEN):
         drawn = (chosen + uniform) / 2 if low < high <= 1 else drawn.abs()
-    sums = finite.sum(-1)
-    if seen.dim() > 1 and seen.shape[-1] > 1 and low >= 0 and bool(torch.allclose(sums, torch.ones_like(sums), 1e-3)):
+    few = torch.where(chosen.isfinite(), chosen, 0)  # where they hold no such rows or columns, `seen` has none
+    if seen.dim() > 1 and seen.shape[-1] > 1 and low >= 0 and _are_shares(few) and _are_shares(seen):
         drawn = drawn / drawn.sum(-1, keepdim=True)
-    else:
-        numbers, is_number = _numbers(finite, bound, uniform)
+    elif bool(_are_whole(few).any()):
+        numbers, is_number = _numbers(seen, bound, uniform)
         numbers = chosen if how is Draw.SEEN else _without_empty_rows(seen, chosen, numbers)
         drawn = torch.where(is_number, numbers, drawn)
     return torch.where(chosen.isfinite(), drawn, chosen)
+
+
+def _are_shares(rows: Tensor) -> bool:
+    sums = rows.sum(-1)
+    return bool(torch.allclose(sums, torch.ones_like(sums), 1e-3))
+
+
+def _rows(seen: Tensor) -> tuple[int, ...]:
+    """All dims but the last one; the only one."""
+    return tuple(range(max(seen.dim() - 1, 1)))
+
+
+def _are_whole(seen: Tensor) -> Tensor:
+    """Which columns of the last dim hold whole numbers."""
+    return (seen == seen.round()).all(_rows(seen))
 
 
 def _numbers(seen: Tensor, bound: int | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,9 +169,8 @@ def _numbers(seen: Tensor, bound: int | None, uniform: Tensor) -> tuple[Tensor, 
 
     A constant is none, unless its readers bound it or all columns are whole.
     """
-    columns = seen.reshape(-1, seen.shape[-1]) if seen.dim() > 1 else seen.reshape(-1, 1)
-    low, high = columns.amin(0), columns.amax(0)
-    whole = (columns == columns.round()).all(0)
+    whole, edges = _are_whole(seen), (seen.amin(_rows(seen)), seen.amax(_rows(seen)))
+    low, high = (edge.to(uniform.dtype) for edge in edges)
     if bool(whole.all()) and bool(seen.min() < seen.max()):
         low, high = (torch.where(high > low, edge, seen.aminmax()[k]) for k, edge in enumerate((low, high)))
     elif bool(whole.all()) and bound is not None:
