@@ -28,10 +28,11 @@ gradient; and what a class has left when it ends delays the gradients that it se
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from splitc.passes.planner.problem import Equations, Option, Place, Problem, Value, need_of, places
+from splitc.passes.planner.problem import Equations, Option, Place, Problem, Value, need_of
 from splitc.passes.planner.solver import Expression, Model, total
 
 Assignment = Mapping[str, Option]
@@ -135,24 +136,30 @@ class _Program(Equations):
             for layer, options in self.problem.options.items()
         }
 
+    def _by_place(self, layer: str, how: str = "makes") -> dict[Place, list[tuple[int, Expression]]]:
+        """Place -> the options of a layer that make its value there, or need one that they read in some way."""
+        found: dict[Place, list[tuple[int, Expression]]] = defaultdict(list)
+        for o, x in self.runs[layer]:
+            found[(o.role, o.makes) if how == "makes" else need_of(o, how)].append((1, x))
+        return found
+
     def _moves(self, value: Value) -> Iterator[tuple[Value, Place, Place, Expression]]:
         """Yield a value's moves, each with its z, and require (7)."""
-        made = ((0, "batch"),) if value.layer is None else places(self.problem.options[value.layer])
-        needs = {need: None for reader, how in value.readers for need in places(self.problem.options[reader], how)}
-        into: dict[Place, list[Expression]] = {need: [] for need in needs}
-        for s in made:
+        made = self._by_place(value.layer) if value.layer is not None else {(0, "batch"): []}
+        read = {(reader, how): self._by_place(reader, how) for reader, how in value.readers}
+        into: dict[Place, list[tuple[int, Expression]]] = {need: [] for each in read.values() for need in each}
+        for s, makers in made.items():
             out = []
-            for t in needs:
+            for t, ways in into.items():
                 if (s, t) in value.moves:
                     out.append(z := self.model.real(f"z[{value.name},{s},{t}]", 1))
-                    into[t].append(z)
+                    ways.append((1, z))
                     yield value, s, t, z
-            makes = 1 if value.layer is None else self.having([value.layer], lambda o, s=s: (o.role, o.makes) == s)
+            makes = 1 if value.layer is None else total(makers)
             for k, z in enumerate(
                 [total((1, z) for z in out)] if len(value.readers) == 1 else out
             ):  # which needs one place only
                 self.model.require(z <= makes, f"eq7_{value.name}_from_{s}_{k}")
-        for reader, how in value.readers:
-            for t in places(self.problem.options[reader], how):
-                reads = self.having([reader], lambda o, h=how, need=t: need_of(o, h) == need)
-                self.model.require(total((1, z) for z in into[t]) >= reads, f"eq7_{value.name}_{reader}_{how}_{t}")
+        for (reader, how), needs in read.items():
+            for t, readers in needs.items():
+                self.model.require(total(into[t]) >= total(readers), f"eq7_{value.name}_{reader}_{how}_{t}")

@@ -55,12 +55,9 @@ class _Line:
     one: Move
 
     def at(self, nbytes: float) -> Move:
-        def along(a: float, b: float) -> float:
-            return a + nbytes * (b - a)
-
-        memory = (along(a, b) for a, b in zip(self.none.memory, self.one.memory, strict=True))
-        there, back = along(self.none.there, self.one.there), along(self.none.back, self.one.back)
-        return Move(there, back, (next(memory), next(memory)))
+        ends = ((each.there, each.back, *each.memory) for each in (self.none, self.one))
+        there, back, *memory = (a + nbytes * (b - a) for a, b in zip(*ends, strict=True))
+        return Move(there, back, (memory[0], memory[1]))
 
 
 class Lines:

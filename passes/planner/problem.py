@@ -46,11 +46,11 @@ class Option:
     updating: float = 0.0
     memory: float = 0.0
 
-    @property
+    @cached_property
     def computing(self) -> float:
         return self.forward + self.backward
 
-    @property
+    @cached_property
     def moving(self) -> float:
         return self.there + self.back
 
@@ -71,7 +71,7 @@ class Move:
     back: float = 0.0
     memory: tuple[float, float] = (0.0, 0.0)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         return self.there + self.back
 

@@ -175,14 +175,19 @@ class Request:
 
     def layer_memory(self, layer: str, batch: int, summed: bool) -> float:
         """Bytes that a layer needs on a rank; `summed`: its gradient is all-reduced, from a copy."""
-        held = self.held[layer]
-        kept = self.program.costs[layer].saved_bytes_at(batch)
-        whole = needed_nbytes(held, kept, gradient_nbytes(held) if summed else 0, self.optimizer_copies)
-        return whole - (self.gradient(layer) if layer in self.sparse else 0)  # which has a few rows
+        kept, gradient = self.program.costs[layer].saved_bytes_at(batch), self.gradient(layer)
+        whole = self._standing[layer] + kept + (gradient if summed else 0)
+        return whole - (gradient if layer in self.sparse else 0)  # which has a few rows
 
-    def gradient(self, layer: str) -> int:
-        """Bytes of the gradient of the layer's own parameters."""
-        return gradient_nbytes(self.held[layer])
+    @cached_property
+    def _standing(self) -> dict[str, float]:
+        """Layer -> bytes that it needs for any batch: its tensors, gradients and optimizer state."""
+        return {name: needed_nbytes(held, 0, 0, self.optimizer_copies) for name, held in self.held.items()}
+
+    @cached_property
+    def gradient(self) -> Callable[[str], int]:
+        """Layer -> bytes of the gradient of its own parameters."""
+        return cache(lambda layer: gradient_nbytes(self.held[layer]))
 
     def gradient_of(self, layer: str) -> int:
         """Bytes of the gradient of all parameters that the layer uses, tied ones too."""

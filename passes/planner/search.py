@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from splitc.passes.planner.contract import contract
 from splitc.passes.planner.cuts import CutRules
@@ -171,11 +172,11 @@ _WEIGHTS = ((1.0, 0.0), (0.3, 0.0), (0.0, 0.0), (1.0, 0.1), (1.0, 1.0), (1.0, 10
 def first_assignment(problem: Problem) -> Assignment | None:
     """The best of a few walks that breaks no equation; None where all do."""
     best: tuple[float, Assignment] | None = None
-    kinds, tried = kinds_of(problem), set[tuple[int, ...]]()
+    kinds, ways, tried = kinds_of(problem), cache(_ways), set[tuple[int, ...]]()
     for syncing, memory in _WEIGHTS:
         if memory and best is not None:
             break
-        chosen = _walk(problem, kinds, syncing, memory)
+        chosen = _walk(problem, kinds, ways, syncing, memory)
         if chosen is None or (same := tuple(map(id, chosen.values()))) in tried:
             continue
         tried.add(same)
@@ -209,7 +210,13 @@ class _Kind:
         return seconds
 
 
-_Way = tuple[Option, Place, float, list[tuple[Place, float]]]
+_Ways = Callable[[_Kind, tuple[Place, ...]], list[tuple[Option, Place, list[tuple[Place, float]]]]]
+
+
+def _ways(kind: _Kind, before: tuple[Place, ...]) -> list[tuple[Option, Place, list[tuple[Place, float]]]]:
+    """The options of a layer: where each makes its result, and the seconds from every place before it."""
+    moved = [[(p, kind.moving(p, o)) for p in before if 0 <= o.role - p[0] <= 1] for o in kind.options]
+    return [(o, (o.role, o.makes), each) for o, each in zip(kind.options, moved, strict=True)]
 
 
 def kinds_of(problem: Problem) -> list[_Kind]:
@@ -246,31 +253,24 @@ def _crossing(problem: Problem) -> dict[str, dict[tuple[int, int], float]]:
     return found
 
 
-def _walk(problem: Problem, kinds: Iterable[_Kind], syncing: float, memory: float) -> Assignment | None:
+def _walk(problem: Problem, kinds: list[_Kind], ways: _Ways, syncing: float, memory: float) -> Assignment | None:
     """Dynamic programming over the layers in graph order; between two of them, the place of the first one's result."""
 
     def own(option: Option) -> float:
         seconds = option.computing + option.moving + option.updating
         return seconds + (syncing * option.syncing + memory * option.memory / problem.memory)
 
-    def ways(kind: _Kind, before: Iterable[Place]) -> list[_Way]:
-        """The options of a layer: where each makes its result, its seconds, those from every place before it."""
-        moved = [[(p, kind.moving(p, o)) for p in before if 0 <= o.role - p[0] <= 1] for o in kind.options]
-        return [(o, (o.role, o.makes), own(o), each) for o, each in zip(kind.options, moved, strict=True)]
-
+    alone = {kind: list(map(own, kind.options)) for kind in dict.fromkeys(kinds)}
     last = len(problem.ranks) - 1 if problem.filled else 0
     best: dict[Place, tuple[float, int]] = {(0, "batch"): (0.0, -1)}  # place -> seconds, link to how it came about
     links: list[tuple[int, Option]] = []
-    known: dict[tuple[_Kind, tuple[Place, ...]], list[_Way]] = {}
     for kind in kinds:
         after: dict[Place, tuple[float, int]] = {}
-        if (key := (kind, tuple(best))) not in known:
-            known[key] = ways(*key)
-        for option, makes, alone, moved in known[key]:
+        for seconds_alone, (option, makes, moved) in zip(alone[kind], ways(kind, tuple(best)), strict=True):
             least, link = math.inf, -1
             for place, moving in moved:
                 seconds, before = best[place]
-                if (total := seconds + alone + moving) < least:
+                if (total := seconds + seconds_alone + moving) < least:
                     least, link = total, before
             if least < math.inf and (makes not in after or least < after[makes][0]):
                 links.append((link, option))

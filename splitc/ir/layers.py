@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -28,15 +29,15 @@ class StateTensor:
         """Its own name, and then the others."""
         return tuple(dict.fromkeys((self.name, *self.names)))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def trainable(self) -> bool:
         """Whether training changes it: not where the loss does not reach it, nor a parameter without elements."""
         return self.parameter and self.requires_grad and self.numel > 0
