@@ -8,6 +8,7 @@ from splitc.cost_models.compute.dtypes import layer_dtypes
 from splitc.cost_models.compute.roofline import layer_seconds
 from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer
 from splitc.cost_models.simulation.paths import Paths
+from splitc.cost_models.simulation.stage_layers import Walk
 from splitc.ir.cluster import Cluster
 from splitc.ir.device import Device
 from splitc.ir.program import LoweredProgram
@@ -20,12 +21,14 @@ UPDATE = 8
 class Prices:
     """Cached times of layers and transfers on a cluster.
 
-    ranks: those simulated.  travelling: what they begin in one step and wait for in another, by rank, role and bucket.
+    ranks: those simulated.  walks: role -> what a step meets along its stage.  travelling: what ranks begin in one step
+    and wait for in another, by rank, role and bucket.
     """
 
     def __init__(self, program: LoweredProgram, cluster: Cluster, ranks: Iterable[int] | None = None) -> None:
         self.program, self.cluster = program, cluster
         self.ranks = frozenset(range(program.plan.world) if ranks is None else ranks)
+        self.walks = {stage.role: Walk.of(stage) for stage in program.stages}
         self._paths = Paths(cluster, program.plan.world, self.ranks)
         self._dtypes = layer_dtypes(program, cluster.device)
         self._seconds: dict[tuple[str, int, int], tuple[float, float]] = {}

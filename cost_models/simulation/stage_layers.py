@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from torch import fx
 
-from splitc.ir.comm_ops import finish_of
+from splitc.ir.comm_ops import finish_of, op_of
 from splitc.ir.graph import info, is_entry, tensor_spec
 from splitc.ir.linears import as_table
 from splitc.ir.program import PlacedProgram, Program, Stage
 from splitc.ir.wire import nbytes_trained
 
 
-def first_nodes(stage: Stage) -> dict[str, fx.Node]:
-    """Return layer -> its first node that computes, where its forward begins and its backward ends."""
-    found, layers = dict[str, fx.Node](), {*stage.layers}
-    for node in stage.graph.nodes:
-        layer = info(node).layer
-        computes = node.op not in ("placeholder", "output", "get_attr") and not is_entry(node)
-        if layer in layers and computes:
-            found.setdefault(layer, node)
-    return found
+@dataclass(frozen=True)
+class Walk:
+    """What a step meets along a stage.
 
+    first: layer -> its first node that computes, where its forward begins and its backward ends.  nodes: these, and
+    the operations of `ir/comm_ops.py`, in order.
+    """
 
-def users(program: Program, stage: Stage) -> dict[str, set[str]]:
-    """Return parameter -> the layers of the stage whose backward adds to its gradient."""
-    first = first_nodes(stage)
-    users: dict[str, set[str]] = defaultdict(set)
-    for layer in program.layers:
-        if layer.name in first:
-            for name in layer.tensors:
-                users[name].add(layer.name)
-    return users
+    first: Mapping[str, fx.Node]
+    nodes: tuple[fx.Node, ...]
+
+    @classmethod
+    def of(cls, stage: Stage) -> Walk:
+        """That of a stage."""
+        first, nodes, layers = dict[str, fx.Node](), list[fx.Node](), {*stage.layers}
+        for node in stage.graph.nodes:
+            layer, is_ours = info(node).layer, op_of(node) is not None
+            computes = node.op not in ("placeholder", "output", "get_attr") and not is_entry(node)
+            begins = computes and layer in layers and first.setdefault(layer, node) is node
+            nodes += [node] * (begins or is_ours)
+        return cls(first, tuple(nodes))
+
+    def users(self, program: Program) -> dict[str, set[str]]:
+        """Parameter -> the layers of the stage whose backward adds to its gradient."""
+        users: dict[str, set[str]] = defaultdict(set)
+        for layer in program.layers:
+            if layer.name in self.first:
+                for name in layer.tensors:
+                    users[name].add(layer.name)
+        return users
 
 
 def trainable(program: PlacedProgram, stage: Stage, rank: int, but: Iterable[str] = ()) -> float:

@@ -23,7 +23,7 @@ from torch import fx
 from splitc.cost_models.simulation.batches import Batch
 from splitc.cost_models.simulation.operations import Begin, Compute, Mark, Operation, Transfer, Wait
 from splitc.cost_models.simulation.prices import UPDATE, Prices
-from splitc.cost_models.simulation.stage_layers import first_nodes, trainable, users
+from splitc.cost_models.simulation.stage_layers import trainable
 from splitc.ir import comm_ops
 from splitc.ir.comm_ops import finish_of
 from splitc.ir.features import features
@@ -147,15 +147,15 @@ class Step:
     # -- a stage -------------------------------------------------------------------------------------------------------
 
     def _forward(self, stage: Stage, action: Action) -> None:
-        exchanged, first = self._exchanged(stage, action), first_nodes(stage)
-        early = filter(starts_at_once, stage.graph.nodes)
+        exchanged, walk = self._exchanged(stage, action), self.prices.walks[stage.role]
+        early = filter(starts_at_once, walk.nodes)
         started = {node: tuple(self._begin(exchanged.get(node.name, ()))) for node in early}
-        for node in stage.graph.nodes:
+        for node in walk.nodes:
             if node.target is comm_ops.pull:
                 bucket: Any = node.kwargs["bucket"]
                 self._wait(self._pulls[stage.role, bucket])
             layer = info(node).layer
-            if first.get(layer) is node:
+            if walk.first.get(layer) is node:
                 self._done.append(Compute(layer, self._layer(stage, layer, action)[0]))
             self._wait(started[node]) if node in started else self._exchange(node, exchanged.get(node.name, ()))
 
@@ -163,17 +163,17 @@ class Step:
         """Run the layers from the last to the first; begin a bucket when its last gradient has been computed."""
         this = (action.role, action.microbatch)
         waiting = [each for each in later if each.bucket is not None and (each.role, each.microbatch) == this]
-        exchanged, first = self._exchanged(stage, action), first_nodes(stage)
-        readers = users(self.program, stage)
+        exchanged, walk = self._exchanged(stage, action), self.prices.walks[stage.role]
+        readers = walk.users(self.program) if waiting else {}
         late, done, alone = set[str](), set[str](), set[str]()
-        for node in reversed(list(stage.graph.nodes)):
+        for node in reversed(walk.nodes):
             layer, ops = info(node).layer, exchanged.get(node.name, ())
             self._exchange(node, ops)
             if finish_of(node):
                 late.add(layer)
             if node.target is comm_ops.linear and tensor_spec(node.args[0]).requires_grad:
                 alone.add(layer)
-            if first.get(layer) is not node:
+            if walk.first.get(layer) is not node:
                 continue
             seconds = self._layer(stage, layer, action)[1]
             if layer in alone:  # its weight's gradient waits for something that travels
