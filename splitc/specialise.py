@@ -29,7 +29,7 @@ from splitc.passes.lower_outputs import with_outputs
 from splitc.passes.place import Place, values_refused
 from splitc.passes.planner.strategy import Strategy, parse_strategy
 from splitc.passes.predict import Predict
-from splitc.passes.rewriting import lower
+from splitc.passes.rewriting import lower, lower_unchecked
 from splitc.passes.share_forward import with_shared_forward
 from splitc.passes.use_plan import UsePlan
 from splitc.report.feasible import planned_anew, what_fits
@@ -68,13 +68,13 @@ class Settings:
         """The pass that chooses a plan for them.
 
         model: the fingerprint that goes into the plan.  kept: of the plans that it lowers to see whether they fit, the
-        last one that does is left there.
+        last one that does is left there; without it none of them is run, so they are not checked.
         """
         cluster, strategy = load_cluster(self.cluster), parse_strategy(self.strategy)
 
         def fits(program: Program, plan: Plan) -> bool:
             with suppress(PlacementError):
-                lowered = _with_others(lower(program.placed(plan)), program)
+                lowered = _with_others((lower_unchecked if kept is None else lower)(program.placed(plan)), program)
                 require_memory_on(lowered, cluster, self.memory)
                 if kept is not None:
                     kept[:] = [lowered]
