@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -163,18 +164,19 @@ def _try(factory: OptimizerFactory, whole: Whole, named: Named, divided: Sequenc
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     tried = range(0, len(trained), math.ceil(len(trained) / _TRIED))
     dims = [max(1, parameter.dim()) if name in divided else 0 for name, parameter in trained]
+    data = cache(lambda k, step: _generic(trained[k][1], k, step))
     try:
-        expected = _updated(factory, whole, trained, tried)
+        expected = _updated(factory, whole, trained, tried, data)
         for dim, half in product(range(max(dims)), (0, 1)):
 
             def part(k: int, tensor: Tensor, dim: int = dim, half: int = half) -> Tensor:
                 return tensor.chunk(2, dim)[half] if dim < dims[k] else tensor
 
-            got = _updated(factory, whole, trained, tried, part)
+            got = _updated(factory, whole, trained, tried, data, part)
             if not all(torch.allclose(tensor, part(k, expected[k]), rtol=1e-6, atol=1e-9) for k, tensor in got.items()):
                 return f"looks at whole tensors, and this rank has a part of {_few(divided)}"
         for some in (tried[::2], tried[1::2]):
-            got = _updated(factory, whole, trained, some)
+            got = _updated(factory, whole, trained, some, data)
             if not all(torch.allclose(got[k], expected[k], rtol=1e-6, atol=1e-9) for k in some):
                 return "looks at several tensors together, and this rank has some of the model's"
     except Exception as error:
@@ -187,15 +189,19 @@ def _updated(
     whole: Whole,
     named: Named,
     some: Iterable[int],
+    data: Callable[[int, int], Tensor],
     part: Callable[[int, Tensor], Tensor] = lambda k, tensor: tensor,
 ) -> dict[int, Tensor]:
-    """Small tensors, or parts of them, in place of the parameters, after steps in which `some` have gradients."""
-    values = [nn.Parameter(part(k, _generic(parameter, k, 0)).clone()) for k, (_, parameter) in enumerate(named)]
+    """Small tensors, or parts of them, in place of the parameters, after steps in which `some` have gradients.
+
+    data: the number of a parameter and of a step -> its gradient there; of step 0 its value.
+    """
+    values = [nn.Parameter(part(k, data(k, 0)).clone()) for k in range(len(named))]
     optimizer, _ = call(factory, whole, [(name, value) for (name, _), value in zip(named, values, strict=True)])
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     for step in range(2 if type(optimizer) in ELEMENTWISE and not hooks else _STEPS):
         for k in some:
-            values[k].grad = part(k, _generic(named[k][1], k, step + 1)).clone()
+            values[k].grad = part(k, data(k, step + 1)).clone()
         optimizer.step()
     return {k: values[k].detach() for k in some}
 
