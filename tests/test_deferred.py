@@ -311,6 +311,10 @@ def test_what_was_made_before_compiling_is_not_walked_meanwhile_and_collection_s
     counted: Any = gc.get_freeze_count
     monkeypatch.setattr(gc, "get_freeze_count", counted.__wrapped__)
     gc.unfreeze()
+    often = gc.get_threshold()
+    with few_objects():
+        assert not gc.get_freeze_count() and gc.get_threshold() == often  # garbage is looked for seldom already
+    gc.set_threshold(700, *often[1:])
     assert gc.isenabled() and not gc.get_freeze_count()
     with pytest.raises(LaunchError), few_objects():
         frozen = gc.get_freeze_count()
@@ -318,12 +322,13 @@ def test_what_was_made_before_compiling_is_not_walked_meanwhile_and_collection_s
             pass
         assert gc.isenabled() and gc.get_freeze_count() > 0.99 * frozen > 100_000  # what is released leaves the count
         raise LaunchError("what compiling raises")
-    assert gc.isenabled() and not gc.get_freeze_count()
+    assert gc.isenabled() and not gc.get_freeze_count() and gc.get_threshold() == (700, *often[1:])
     gc.disable()
     try:
         with few_objects():
             assert not gc.isenabled() and not gc.get_freeze_count()
         assert not gc.isenabled()
     finally:
+        gc.set_threshold(*often)
         gc.enable()
         gc.freeze()

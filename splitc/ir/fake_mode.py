@@ -12,8 +12,21 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+_SELDOM = 20_000  # objects that are made before garbage is looked for
+
 KERNELS = threading.RLock()
 """Which kernels torch takes is of the process: who changes that, and who compares results bit by bit, has it."""
+
+
+aten = torch.ops.aten
+AT_ONCE = {
+    each.default
+    for each in (
+        aten.addmm, aten._log_softmax, aten._log_softmax_backward_data, aten.mse_loss, aten.mse_loss_backward,
+        aten.nll_loss_forward, aten.nll_loss_backward, aten.threshold_backward,
+    )
+}  # fmt: skip
+"""Operations that run on tensors without data as they are; torch would divide them into several fake ones."""
 
 
 class FakeMode(FakeTensorMode):
@@ -24,6 +37,9 @@ class FakeMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+
+    def cpp_meta_supports_symint(self, func: Any) -> bool:
+        return func in AT_ONCE or super().cpp_meta_supports_symint(func)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -43,14 +59,18 @@ class FakeMode(FakeTensorMode):
 
 @contextmanager
 def few_objects() -> Iterator[None]:
-    """Let garbage collection walk only what is made meanwhile, not all of torch and its compiler, and less often."""
-    is_ours, often = gc.isenabled() and not gc.get_freeze_count(), gc.get_threshold()
+    """Let garbage collection walk only what is made meanwhile, not all of torch and its compiler, and less often.
+
+    Where it is rare already, it is left as it is.
+    """
+    often = gc.get_threshold()
+    is_ours = gc.isenabled() and often[0] < _SELDOM and not gc.get_freeze_count()  # which counts them one by one
     try:
         if is_ours:
             gc.disable()
             FakeMode()  # the first one imports the compiler
             gc.freeze()
-            gc.set_threshold(max(often[0], 20_000), *often[1:])
+            gc.set_threshold(_SELDOM, *often[1:])
             gc.enable()
         yield
     finally:

@@ -155,9 +155,11 @@ def copy_node(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]
 
     Where that has no send for a recv, as in the graph of a stage, None stands for it.
     """
-    of: Any = mapping.get if node.target is comm_ops.recv else mapping.__getitem__
-    copied = graph.node_copy(node, of)
+    of = mapping.get if node.target is comm_ops.recv else mapping.__getitem__
+    copied = graph.create_node(node.op, node.target, name=node.name)
+    copied.args, copied.kwargs = fx.node.map_arg(node.args, of), fx.node.map_arg(node.kwargs, of)
     assert copied.name == node.name, f"{node.name} is taken"
+    copied.meta = dict(node.meta)
     return copied
 
 

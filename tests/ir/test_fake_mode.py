@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from splitc.ir.fake_mode import FakeMode
+from splitc.ir.fake_mode import AT_ONCE, FakeMode
 from tests.support.capturing import captured
 from tests.support.compiled import compiled
 from tests.support.models import Made
@@ -29,6 +30,32 @@ def test_a_shape_that_depends_on_the_data_is_refused() -> None:
     for call in [torch.nonzero, lambda x: x[x > 0], torch.unique, lambda x: torch.bincount(x.long())]:
         with FakeMode(), pytest.raises(DynamicOutputShapeException):
             call(torch.zeros(5))
+
+
+def test_what_runs_at_once_has_the_tensors_of_its_parts() -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            results = func(*args, **(kwargs or {}))
+            if func in AT_ONCE:
+                known = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
+                made = results if isinstance(results, tuple) else (results,)
+                alike = [(t.shape, t.stride(), t.dtype, t.untyped_storage()._cdata in known) for t in made]
+                found.append((func, alike))
+            return results
+
+    seen = []
+    for mode in (FakeMode(), FakeTensorMode()):
+        found: list[tuple[Any, list[Any]]] = []
+        FakeTensorMode.cache_clear()
+        with mode, Seen():
+            for dtype in (torch.float32, torch.bfloat16):
+                layer, labels = nn.Linear(6, 4, dtype=dtype), torch.zeros(5, dtype=torch.long)
+                y = layer(torch.zeros(5, 6, dtype=dtype)).relu()
+                losses = [F.cross_entropy(y, labels, reduction=how) for how in ("none", "sum", "mean")]
+                losses += [F.cross_entropy(y.t()[None], labels[None, :5]), F.mse_loss(y.t(), torch.zeros_like(y.t()))]
+                sum(loss.sum() for loss in losses).backward()  # type: ignore[union-attr]
+        seen.append(found)
+    assert seen[0] == seen[1] and {func for func, _ in seen[0]} >= AT_ONCE
 
 
 def speech_model() -> nn.Module:
