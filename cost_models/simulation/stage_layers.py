@@ -12,7 +12,7 @@ from torch import fx
 from splitc.ir.comm_ops import finish_of, op_of
 from splitc.ir.graph import info, is_entry, tensor_spec
 from splitc.ir.linears import as_table
-from splitc.ir.program import PlacedProgram, Program, Stage
+from splitc.ir.program import PlacedProgram, Stage
 from splitc.ir.wire import nbytes_trained
 
 
@@ -37,15 +37,6 @@ class Walk:
             begins = computes and layer in layers and first.setdefault(layer, node) is node
             nodes += [node] * (begins or is_ours)
         return cls(first, tuple(nodes))
-
-    def users(self, program: Program) -> dict[str, set[str]]:
-        """Parameter -> the layers of the stage whose backward adds to its gradient."""
-        users: dict[str, set[str]] = defaultdict(set)
-        for layer in program.layers:
-            if layer.name in self.first:
-                for name in layer.tensors:
-                    users[name].add(layer.name)
-        return users
 
 
 def trainable(program: PlacedProgram, stage: Stage, rank: int, but: Iterable[str] = ()) -> float:

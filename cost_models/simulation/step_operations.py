@@ -13,9 +13,9 @@ A rank follows its action list; layers take their roofline times, messages and c
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from torch import fx
@@ -164,8 +164,8 @@ class Step:
         this = (action.role, action.microbatch)
         waiting = [each for each in later if each.bucket is not None and (each.role, each.microbatch) == this]
         exchanged, walk = self._exchanged(stage, action), self.prices.walks[stage.role]
-        readers = walk.users(self.program) if waiting else {}
-        late, done, alone = set[str](), set[str](), set[str]()
+        tensors = {name: self.program.layer(name).tensors for name in walk.first} if waiting else {}
+        late, left, alone = set[str](), Counter(chain.from_iterable(tensors.values())), set[str]()
         for node in reversed(walk.nodes):
             layer, ops = info(node).layer, exchanged.get(node.name, ())
             self._exchange(node, ops)
@@ -183,8 +183,8 @@ class Step:
                 seconds, later_seconds = self._split(stage, layer, seconds)
                 self._late += [(layer, later_seconds)] * (action.microbatch == self.plan.microbatches - 1)
             self._done.append(Compute(f"d_{layer}", seconds))
-            done.add(layer)
-            while waiting and all(readers[name] <= done for name in reversed(stage.bucket(waiting[0]))):
+            left.subtract(tensors.get(layer, ()))
+            while waiting and not any(left[name] for name in reversed(stage.bucket(waiting[0]))):
                 self._start(waiting.pop(0))
         for left_over in waiting:
             self._start(left_over)

@@ -21,11 +21,8 @@ KERNELS = threading.RLock()
 aten = torch.ops.aten
 AT_ONCE = {
     each.default
-    for each in (
-        aten.addmm, aten._log_softmax, aten._log_softmax_backward_data, aten.mse_loss, aten.mse_loss_backward,
-        aten.nll_loss_forward, aten.nll_loss_backward, aten.threshold_backward,
-    )
-}  # fmt: skip
+    for each in (aten.addmm, aten._log_softmax, aten.nll_loss_forward, aten.nll_loss_backward, aten.threshold_backward)
+}
 """Operations that run on tensors without data as they are; torch would divide them into several fake ones."""
 
 

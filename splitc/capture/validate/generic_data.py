@@ -140,18 +140,14 @@ def _floats(seen: Tensor, chosen: Tensor, bound: int | None, how: Draw, generato
     if low >= 0 and (low < high or how is Draw.SEEN):
         drawn = (chosen + uniform) / 2 if low < high <= 1 else drawn.abs()
     few = torch.where(chosen.isfinite(), chosen, 0)  # where they hold no such rows or columns, `seen` has none
-    if seen.dim() > 1 and seen.shape[-1] > 1 and low >= 0 and _are_shares(few) and _are_shares(seen):
+    sums = (each.sum(-1) for each in (few, seen)) if seen.dim() > 1 and seen.shape[-1] > 1 and low >= 0 else ()
+    if sums and all(torch.allclose(each, torch.ones_like(each), 1e-3) for each in sums):
         drawn = drawn / drawn.sum(-1, keepdim=True)
     elif bool(_are_whole(few).any()):
         numbers, is_number = _numbers(seen, bound, uniform)
         numbers = chosen if how is Draw.SEEN else _without_empty_rows(seen, chosen, numbers)
         drawn = torch.where(is_number, numbers, drawn)
     return torch.where(chosen.isfinite(), drawn, chosen)
-
-
-def _are_shares(rows: Tensor) -> bool:
-    sums = rows.sum(-1)
-    return bool(torch.allclose(sums, torch.ones_like(sums), 1e-3))
 
 
 def _rows(seen: Tensor) -> tuple[int, ...]:
