@@ -34,16 +34,9 @@ class OpCounter(TorchDispatchMode):
             if nbytes is not None:
                 formula = formula_of(func)
                 flops = formula(args, kwargs or {}, out) if formula else 0.0
-                cost = OpCost(
-                    name_of(func),
-                    op_class(func, formula is not None),
-                    self.backward,
-                    flops,
-                    nbytes,
-                    padding_flops=padding_flops(func, args, flops),
-                    unknown=formula is None and not known(func),
-                )
-                self._record(cost)
+                kind = name_of(func), op_class(func, formula is not None), self.backward
+                padding, is_unknown = padding_flops(func, args, flops), formula is None and not known(func)
+                self._record(OpCost(*kind, flops, nbytes, padding_flops=padding, unknown=is_unknown))
         return out
 
 

@@ -28,23 +28,9 @@ def build_plan(
     placements = {}
     for layer, option in chosen.items():
         role, pin = division.roles[option.role], request.pins.get(layer)
-        placements[layer] = LayerPlacement(
-            names[option.role],
-            option.holding,
-            option.sync,
-            role.group if option.holding == "sharded" else None,
-            option.split,
-            option.state,
-            pin.arrives if pin is not None and role.group > 1 else None,
-        )
-    return Plan(
-        strategy,
-        request.world,
-        roles,
-        placements,
-        offsets,
-        *division.order,
-        groups,
-        all_reduce=request.all_reduce,
-        exact=exact,
-    )
+        size = role.group if option.holding == "sharded" else None
+        arrives = pin.arrives if pin is not None and role.group > 1 else None
+        how = option.holding, option.sync, size, option.split, option.state, arrives
+        placements[layer] = LayerPlacement(names[option.role], *how)
+    decided = strategy, request.world, roles, placements, offsets, *division.order, groups
+    return Plan(*decided, all_reduce=request.all_reduce, exact=exact)

@@ -54,14 +54,8 @@ def divisible_kinds(program: Program, divisible: frozenset[str]) -> dict[str, Di
         of_inputs = any(r in own and not (maps_each(r) or leaves_last_dim(r)) for r in read)  # would be priced too low
         of_batch = all(spec.batch_dim is not None for spec in outputs)
         sums = _sums(main, own) if of_batch and not of_inputs else None
-        found[layer.name] = Divisible(
-            frozenset(node.name for node in read),
-            tuple(outputs),
-            _splits(program, main[0]),
-            sums is not None,
-            sums or 0,
-            main[0].target is linear_cross_entropy,
-        )
+        made = frozenset(node.name for node in read), tuple(outputs), _splits(program, main[0])
+        found[layer.name] = Divisible(*made, sums is not None, sums or 0, main[0].target is linear_cross_entropy)
     return found
 
 
