@@ -148,7 +148,7 @@ class Step:
 
     def _forward(self, stage: Stage, action: Action) -> None:
         exchanged, walk = self._exchanged(stage, action), self.prices.walks[stage.role]
-        early = filter(starts_at_once, walk.nodes)
+        early, sizes = filter(starts_at_once, walk.nodes), self.plan.sizes_at(stage.role, self.rank, action.microbatch)
         started = {node: tuple(self._begin(exchanged.get(node.name, ()))) for node in early}
         for node in walk.nodes:
             if node.target is comm_ops.pull:
@@ -156,12 +156,13 @@ class Step:
                 self._wait(self._pulls[stage.role, bucket])
             layer = info(node).layer
             if walk.first.get(layer) is node:
-                self._done.append(Compute(layer, self._layer(stage, layer, action)[0]))
+                self._done.append(Compute(layer, self._layer(stage, layer, sizes)[0]))
             self._wait(started[node]) if node in started else self._exchange(node, exchanged.get(node.name, ()))
 
     def _backward(self, stage: Stage, action: Action, later: tuple[Action, ...]) -> None:
         """Run the layers from the last to the first; begin a bucket when its last gradient has been computed."""
         this = (action.role, action.microbatch)
+        sizes = self.plan.sizes_at(stage.role, self.rank, action.microbatch)
         waiting = [each for each in later if each.bucket is not None and (each.role, each.microbatch) == this]
         exchanged, walk = self._exchanged(stage, action), self.prices.walks[stage.role]
         tensors = {name: self.program.layer(name).tensors for name in walk.first} if waiting else {}
@@ -175,7 +176,7 @@ class Step:
                 alone.add(layer)
             if walk.first.get(layer) is not node:
                 continue
-            seconds = self._layer(stage, layer, action)[1]
+            seconds = self._layer(stage, layer, sizes)[1]
             if layer in alone:  # its weight's gradient waits for something that travels
                 seconds /= 2
                 self._meanwhile.append(Compute(f"multiply {layer}", seconds))
@@ -226,9 +227,11 @@ class Step:
         self._done += [Compute(f"multiply {layer}", seconds) for layer, seconds in self._late]
         self._late, self._gathers = [], []
 
-    def _layer(self, stage: Stage, layer: str, action: Action) -> tuple[float, float]:
-        """Return the forward and backward time of a layer, its shard or subnet, on this rank in a microbatch (s)."""
-        sizes = self.plan.sizes_at(stage.role, self.rank, action.microbatch)
+    def _layer(self, stage: Stage, layer: str, sizes: tuple[int, ...]) -> tuple[float, float]:
+        """Return the forward and backward time of a layer, its shard or subnet, on this rank in a microbatch (s).
+
+        sizes: its examples on the members of the rank's group.
+        """
         holding, share = self.plan.placements[layer].holding, 1.0
         if holding == "replicated" and self.plan.placements[layer].state == State.BATCH:
             k = self.plan.group(stage.role, self.rank).index(self.rank)

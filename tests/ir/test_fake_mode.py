@@ -47,7 +47,7 @@ def test_what_runs_at_once_has_the_tensors_of_its_parts() -> None:
     for mode in (FakeMode(), FakeTensorMode()):
         found: list[tuple[Any, list[Any]]] = []
         FakeTensorMode.cache_clear()
-        with mode, Seen():
+        with mode, Seen():  # type: ignore[no-untyped-call]
             for dtype in (torch.float32, torch.bfloat16):
                 layer, labels = nn.Linear(6, 4, dtype=dtype), torch.zeros(5, dtype=torch.long)
                 y = layer(torch.zeros(5, 6, dtype=dtype)).relu()
