@@ -32,10 +32,9 @@ class Walk:
         """That of a stage."""
         first, nodes, layers = dict[str, fx.Node](), list[fx.Node](), {*stage.layers}
         for node in stage.graph.nodes:
-            layer, is_ours = info(node).layer, op_of(node) is not None
-            computes = node.op not in ("placeholder", "output", "get_attr") and not is_entry(node)
-            begins = computes and layer in layers and first.setdefault(layer, node) is node
-            nodes += [node] * (begins or is_ours)
+            layer, computes = info(node).layer, node.op not in ("placeholder", "output", "get_attr")
+            begins = computes and not is_entry(node) and layer in layers and first.setdefault(layer, node) is node
+            nodes += [node] * (begins or op_of(node) is not None)
         return cls(first, tuple(nodes))
 
 

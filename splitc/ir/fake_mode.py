@@ -19,10 +19,7 @@ KERNELS = threading.RLock()
 
 
 aten = torch.ops.aten
-AT_ONCE = {
-    each.default
-    for each in (aten.addmm, aten._log_softmax, aten.nll_loss_forward, aten.nll_loss_backward, aten.threshold_backward)
-}
+AT_ONCE = {each.default for each in (aten.addmm, aten._log_softmax, aten.nll_loss_forward, aten.threshold_backward)}
 """Operations that run on tensors without data as they are; torch would divide them into several fake ones."""
 
 
