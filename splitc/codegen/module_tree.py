@@ -201,8 +201,9 @@ def _own(own: OwnCode) -> str:
     if own.is_function:
         return "own_function(loss)"
     path = [literal(own.path)] if own.path not in ("", "loss") else []
-    evaluating = [f"evaluating={literal(own.evaluating)}"] if own.evaluating else []
-    return f"own_module({', '.join([_origin(own), *path, *evaluating])})"
+    options = [f"evaluating={literal(own.evaluating)}"] if own.evaluating else []
+    options += ["differentiates=True"] if own.differentiates else []
+    return f"own_module({', '.join([_origin(own), *path, *options])})"
 
 
 def _empty(tensor: StateTensor) -> str:

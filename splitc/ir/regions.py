@@ -37,7 +37,7 @@ class OwnCode:
     norms: rows of the BatchNorm calls inside, in order.
     evaluating: submodules in evaluation mode.  random: random operations inside that are no dropout.
     draws: where the examples of the draws inside lie, in order.
-    dtypes: in which it computes with a gradient.
+    dtypes: in which it computes with a gradient.  differentiates: its forward takes gradients itself.
     keeps: tensors that it changes as no two ranks do that see parts of the batch.  keeps_rows: one for each example.
     inputs: of the calls that were seen.  others: what is known of calls with inputs of other shapes.
     """
@@ -55,6 +55,7 @@ class OwnCode:
     random: tuple[str, ...] = ()
     draws: tuple[Layout, ...] = ()
     dtypes: frozenset[torch.dtype] = frozenset()
+    differentiates: bool = False
     keeps: frozenset[str] = frozenset()
     keeps_rows: bool = True
     inputs: Templates = ()

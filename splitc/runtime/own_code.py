@@ -67,9 +67,17 @@ def own_model(origin: Any) -> nn.Module:
     return model
 
 
-def own_module(model: nn.Module, path: str = "", evaluating: Sequence[str] = ()) -> nn.Module:
-    """The submodule `path` of a user's model.  evaluating: submodules that stay in evaluation mode in training."""
+def own_module(
+    model: nn.Module, path: str = "", evaluating: Sequence[str] = (), differentiates: bool = False
+) -> nn.Module:
+    """The submodule `path` of a user's model.
+
+    evaluating: submodules that stay in evaluation mode in training.  differentiates: its forward takes gradients, and
+    so may in evaluation.
+    """
     module: nn.Module = model.get_submodule(path)
+    if differentiates:
+        module.forward = functools.partial(_with_gradients, module.forward)  # type: ignore[method-assign]
     module.train = types.MethodType(functools.partial(_train, evaluating=tuple(evaluating)), module)  # type: ignore[method-assign]
     return module
 
@@ -119,6 +127,12 @@ def _copied(origin: nn.Module) -> nn.Module:
         empty = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(origin, memo)
+
+
+def _with_gradients(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.enable_grad():
+        made = forward(*args, **kwargs)
+    return made if torch.is_grad_enabled() else replaced(made, {path: t.detach() for path, t in tensors(made)})
 
 
 def _train(module: nn.Module, mode: bool = True, *, evaluating: Sequence[str] = ()) -> nn.Module:

@@ -64,7 +64,7 @@ class StageState:
         own |= {name: (tensor, None) for name, tensor in unheld.items() if isinstance(tensor, nn.Parameter)}
         found = gather_likes(transport, own)
         self.whole = {name: found[name] for name in (*(key for key in first if key in found), *found)}
-        transport.connect([*self.buffer_holders().values(), *self.added.values()])
+        transport.connect([*self.buffer_holders().values(), *self.holders().values(), *self.added.values()])
 
     def _with_added(self, rank: Rank, weights: Weights, first: Mapping[str, str]) -> Mapping[str, str]:
         """Find what the user added to stages; returns `first` with its keys.  Collective.

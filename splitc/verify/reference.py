@@ -54,9 +54,9 @@ def exact_reference(training: Training) -> list[Trial]:
 def loss_of_copy(program: Program, model: nn.Module, example: Example, batch: Mapping[str, Tensor]) -> Tensor:
     """The loss of one batch, of the borrowed model."""
     seeded = SeededRandom(Draws(0, 0, [(0, number_of_examples(program, batch))]), draw_layouts(program))
-    with borrowed(model, example.loss), seeded, under_autocast(model, program.autocast), torch.no_grad():
+    with borrowed(model, example.loss), seeded, under_autocast(model, program.autocast):
         loss: Tensor = example.loss_of(example.output(model, batch), batch)
-        return loss
+        return loss.detach()
 
 
 def _train(training: Training) -> list[Trial]:

@@ -198,6 +198,7 @@ LANGUAGE = [
     "modulo_shard(mp=2,scheme=B/K)",
     "parameter_server",
     "parameter_server(servers=3,beside=True)",
+    "layer_separation(ranks=2+1+1)",
 ]
 
 
@@ -221,7 +222,7 @@ def tokens(examples: int) -> tuple[Tensor, Tensor]:
 )
 def test_embeddings_and_tied_weights_train_as_in_one_process(strategy: str, options: dict[str, Any]) -> None:
     """Under two names a weight is one parameter: of the mean over batches, and of the global norm."""
-    built, x, y, known = language(tied := bool(options) or strategy == LANGUAGE[-1])
+    built, x, y, known = language(tied := bool(options) or strategy in LANGUAGE[-2:])
     program = compiled(built, (x,), y, next_token_loss, 4, strategy, analysed=known)
     given = [tokens(program.plan.global_batch) for _ in range(4)]
     results = on_workers(program, lambda worker: train(worker, given), optimizer=adamw, **options)

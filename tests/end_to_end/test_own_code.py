@@ -59,6 +59,8 @@ MODELS = {
     "called with several shapes": untraceable.Shared,
     "backward hook": untraceable.hooked,
     "tied across the border": untraceable.Tied,
+    "experts without examples": lambda: Perceptron(untraceable.Experts()),
+    "gradient in forward": lambda: Perceptron(untraceable.Force()),
 }
 
 
@@ -99,7 +101,7 @@ def test_a_loss_that_is_a_region_trains_as_in_one_process(loss: Any, strategy: s
 
 
 @pytest.mark.slow
-@sampled("name", ["BatchNorm", "containers", "left out by chance"], one_in=3)
+@sampled("name", ["gradient in forward", "BatchNorm", "containers", "left out by chance"], one_in=4)
 def test_evaluation_is_that_of_the_model(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -115,8 +117,7 @@ def test_evaluation_is_that_of_the_model(name: str) -> None:
 
     trained = copy.deepcopy(model).eval()
     trained.load_state_dict(next(found for found in on_workers(program, state) if found is not None))
-    with torch.no_grad():
-        expected = F.cross_entropy(trained(x), y)
+    expected = F.cross_entropy(trained(x), y).detach()
     torch.testing.assert_close(torch.tensor(on_workers(program, evaluated)), expected.expand(3))
 
 

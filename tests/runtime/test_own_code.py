@@ -60,6 +60,17 @@ def test_submodules_stay_in_evaluation_mode_in_training() -> None:
     assert not module.eval().fc.training
 
 
+def test_a_module_that_takes_gradients_does_so_in_evaluation_too_and_returns_none() -> None:
+    given = untraceable.Force()
+    module: Any = own_module(own_model(given).to_empty(device="cpu"), differentiates=True)
+    module.load_state_dict(given.state_dict())
+    x = torch.randn(4, 6)
+    with torch.no_grad():
+        made = module(x)
+    assert not made.requires_grad and module(x).requires_grad
+    torch.testing.assert_close(made, given(x).detach())
+
+
 def test_code_that_cannot_be_imported_is_named() -> None:
     with pytest.raises(
         LaunchError, match=r"user's own code, no_such.file:make, .* put the folder of no_such into PYTHON"

@@ -162,6 +162,36 @@ class Vectorised(nn.Module):
         return torch.vmap(lambda row: row * self.weight)(x)
 
 
+class Experts(nn.Module):
+    """A mixture of experts, some of which no example reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(FEATURES, 5)
+        self.experts = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(1).topk(2)
+        made = torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            rows, slots = torch.where(chosen == k)
+            made = made.index_add(0, rows, expert(x[rows]) * weights[rows, slots, None])
+        return made
+
+
+class Force(nn.Module):
+    """A gradient that forward takes, as force fields do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.fc(at).tanh().sum(), at, create_graph=True)
+        return x + force
+
+
 class Perceptron(nn.Module):
     """Linear layers around other modules."""
 

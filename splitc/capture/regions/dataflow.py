@@ -233,6 +233,6 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _any(bits: Tensor, dims: tuple[int, ...] = ()) -> Tensor:
     """The bits along dims, which are 1 then; of all dims where none is given."""
-    if not bits.numel() or not bits.dim():
-        return bits.new_zeros(()) if not bits.numel() else bits
+    if not bits.numel() or not bits.dim():  # of none, zeros
+        return bits.sum(dims or None, keepdim=bool(dims), dtype=bits.dtype)
     return reduce(torch.bitwise_or, ((bits & mask).amax(dims, keepdim=bool(dims)) for mask in (1, 2, 4, UNSURE)))

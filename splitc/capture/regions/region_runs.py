@@ -68,15 +68,17 @@ class _Call:
 
 
 class _Watch(SeededRandom):
-    """Notes rows of BatchNorm calls, shapes of draws, dtypes of gradients, and functions that cannot be seeded."""
+    """Notes rows of BatchNorm calls, shapes of draws, gradients, their dtypes, and functions that cannot be seeded."""
 
     def __init__(self) -> None:
         super().__init__(Draws(0, 0, None))
         self.norms, self.drawn, self.dtypes = list[int](), list[Tensor](), set[torch.dtype]()
+        self.differentiates = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
             self.norms.append((args[0] if args else (kwargs or {})["input"]).shape[0])
+        self.differentiates |= func in (torch.autograd.grad, Tensor.backward)
         result = super().__torch_function__(func, types, args, kwargs)
         self.dtypes |= {tensor.dtype for _, tensor in tensors(result) if tensor.requires_grad}
         return result
@@ -175,6 +177,7 @@ class Runs:
                 costs=(LayerCost(SMALL, tuple(a.ops), 0.0), LayerCost(LARGE, tuple(b.ops), 0.0)),
                 random=tuple(sorted({name for call in (*small, *large, *others) for name in call.random})),
                 dtypes=frozenset().union(*(call.watch.dtypes for call in small)),
+                differentiates=any(call.watch.differentiates for call in small),
                 inputs=templates,
                 keeps=frozenset(keeps),
                 keeps_rows=all(keeps.values()),
