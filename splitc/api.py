@@ -58,7 +58,8 @@ def compile(
     model: a module, or a function or class that returns one without arguments.
     example: one data-parallel rank's batch: a tensor, a tuple or a dict of keyword arguments, nested or not; dim 0 has
     the examples, or another one that agrees in size.  None: the program compiles on the first batch of its worker.
-    target: a tensor with a row for each example, or a tuple of them; None for a loss of the output alone.
+    target: a tensor with a row for each example, or a tuple of them, which the loss takes as arguments or as one; None
+    for a loss of the output alone.
     loss: a function of (output, target), a module, or a list of them to sum; None: the model returns what holds it.
     global_batch: examples in a step over all ranks; None: the example's for each rank that reads data.
     cluster: a known name, a TOML file or a Cluster; None: this machine, measured once.  watch: called after each pass.

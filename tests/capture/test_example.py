@@ -42,6 +42,14 @@ def test_several_targets_are_numbered_and_no_input_may_have_their_name() -> None
     bound = Example.bind(Net(), (X, Y, 1.0), (LABELS, LABELS), lambda out, a, b: out.sum())
     assert list(bound.targets) == ["target0", "target1"]
 
+    def one(out: Tensor, target: Any, beta: float = 1.0) -> Tensor:
+        return beta * F.cross_entropy(out, target[0]) + F.cross_entropy(out, target[1])
+
+    bound = Example.bind(Net(), (X, Y, 1.0), (LABELS, 1 - LABELS), one)
+    assert list(bound.targets) == ["target"] and list(bound.tensors)[-2:] == ["target_0", "target_1"]
+    output = bound.output(Net(), {})
+    assert torch.equal(bound.loss_of(output, {}), one(output, (LABELS, 1 - LABELS)))
+
     class Taken(nn.Linear):
         def forward(self, target: Tensor) -> Tensor:
             return super().forward(target)
@@ -119,6 +127,7 @@ DIVIDED: dict[str, tuple[nn.Module, Any, list[Any], int, int | None]] = {
     "no target": (nn.Bilinear(3, 3, 2), torch.mean, [X, Y], 2, None),
     "two targets": (nn.Linear(3, 2), of_two, [X, Y, LABELS], 1, 2),
     "a target of two parts": (nn.Linear(3, 2), of_two, [X, (Y, LABELS)], 1, 2),
+    "a target of two parts that the loss takes as one": (nn.Linear(3, 2), F.cross_entropy, [X, (Y, LABELS)], 1, 2),
     "inputs by name": (Net(), F.cross_entropy, [{"x": X, "y": Y}, LABELS], 1, 0),
     "inputs by name alone": (Autoencoder(), evidence, [{"x": X}], 1, None),
 }

@@ -68,7 +68,7 @@ class Example:
         loss = SummedLosses(loss) if isinstance(loss, Sequence) else loss
         refuse_model(model, loss)
         arguments, positional = _arguments(model, inputs)
-        example = cls(arguments, _targets(target, arguments), loss, positional)
+        example = cls(arguments, _targets(target, arguments, loss), loss, positional)
         example._require_pair()
         if batch is not None:
             return example._divided(batch)
@@ -242,7 +242,8 @@ def inputs_and_target(model: nn.Module, loss: Any, batch: Any) -> tuple[Any, Any
         by_name = count == 1 and isinstance(inputs[0], Mapping)
         last = targets[0] if len(targets) == 1 else tuple(targets)
         number = len(last) if type(last) in (tuple, list) else 1
-        needed = takes(loss, 1 + number) and (len(targets) < 2 or not takes(loss, number))
+        needed = any(takes(loss, 1 + n) for n in (number, len(targets)))
+        needed = needed and (len(targets) < 2 or not takes(loss, number))
         if count > 0 and needed and (by_name or takes(model, count)):
             return inputs[0] if by_name else inputs, last if targets else None
     raise CaptureError(
@@ -288,11 +289,11 @@ def _arguments(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], tuple[
     return flat, () if isinstance(inputs, Mapping) else tuple(flat)
 
 
-def _targets(target: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The targets by name: `target`, or `target0`, `target1`, ... of a tuple or list."""
+def _targets(target: Any, inputs: Mapping[str, Any], loss: Loss) -> dict[str, Any]:
+    """The targets by name: `target`, or `target0`, `target1`, ... of a tuple or list that the loss does not take as one."""
     if target is None:
         return {}
-    several = type(target) in (tuple, list)
+    several = type(target) in (tuple, list) and (takes(loss, 1 + len(target)) or not takes(loss, 2))
     targets = {f"target{i}": t for i, t in enumerate(target)} if several else {"target": target}
     for name in targets:
         if name in inputs:
