@@ -43,6 +43,7 @@ from splitc.ir.names import is_ours
 from splitc.ir.program import Input, Program, TensorSpec
 from splitc.ir.regions import Region, names_in
 from splitc.ir.value_range import are_counts, class_bound
+from splitc.runtime.data import limits
 
 
 def capture(
@@ -257,18 +258,14 @@ def _input(name: str, regions: Regions, tracer: Tracer) -> Input:
     example = regions.example
     tensor = example.tensors[name].detach()
     node = next(n for n in tracer.graph.nodes if n.op == "placeholder" and n.target == name)
-    high, bound = None, class_bound(node, tracer.root, tensor, tracer.attributes.real)
-    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-        high = bound
-        if tensor.device.type != "meta" and tensor.numel():
-            ignored = {reader.kwargs.get("ignore_index") for reader in tracer.graph.nodes}
-            high = int(tensor.max()) + 1 if bound is None else bound
-            if wrong := {*tensor.cpu()[tensor.cpu() >= torch.tensor(high)].tolist()} - ignored:
-                raise CaptureError(
-                    f"{name} holds {max(wrong)}, out of bounds: what reads it takes numbers below {high}"
-                )
-    elif tensor.dtype.is_floating_point and are_counts(tensor):
-        high = int(tensor.max()) + 1
+    bound = class_bound(node, tracer.root, tensor, tracer.attributes.real)
+    low, high = limits(tensor) if bound is None or tensor.is_floating_point() else (0, bound)
+    if tensor.is_floating_point() and are_counts(tensor):
+        low, high = 0, int(tensor.max()) + 1
+    elif bound is not None and not tensor.is_floating_point() and not tensor.is_meta:
+        ignored = {reader.kwargs.get("ignore_index") for reader in tracer.graph.nodes}
+        if wrong := {*tensor.cpu()[tensor.cpu() >= torch.tensor(high)].tolist()} - ignored:
+            raise CaptureError(f"{name} holds {max(wrong)}, out of bounds: what reads it takes numbers below {high}")
     path = example.paths[name]
     if path[-1].startswith(("bag_starts", "bag_bounds")) and node.users and not regions.found:
         raise CaptureError(
@@ -277,7 +274,7 @@ def _input(name: str, regions: Regions, tracer: Tracer) -> Input:
         )
     loose = None if example.division is None else example.division.loose.get(name)
     nested = path if len(path) > 1 else None
-    return Input(name, tensor_spec(node), high, path[0] in example.targets, nested, bound, loose)
+    return Input(name, tensor_spec(node), high, path[0] in example.targets, nested, bound, loose, low)
 
 
 def _require_loss(program: Program, training: Program | None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from splitc import units
 from splitc.errors import CaptureError
-from splitc.runtime.data import drawn
+from splitc.runtime.data import drawn, limits
 from splitc.runtime.nested import parts, replaced, tensors
 
 _FORM = (
@@ -98,8 +98,8 @@ def resized(sizes: tuple[tuple[int, ...], ...], example: Any, model: nn.Module) 
         if len(shape) == 1:
             given[path] = rows(like, shape[0])
         else:
-            whole = like.numel() and not (like.dtype.is_floating_point or like.dtype.is_complex)
-            given[path] = drawn(shape, like.dtype, max(int(like.max()) + 1, 1) if whole else None)
+            low, high = limits(like)
+            given[path] = drawn(shape, like.dtype, high, low=low)
     return replaced(example if isinstance(example, Mapping) else as_tuple(example), given)
 
 

@@ -30,7 +30,9 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
         plan.roles[plan.reader],
         plan.batch_offsets[plan.reader],
         {
-            i.name: Input(i.loose or i.spec.template(), str(i.spec.dtype).removeprefix("torch."), i.high, i.path)
+            i.name: Input(
+                i.loose or i.spec.template(), str(i.spec.dtype).removeprefix("torch."), i.high, i.path, i.low or None
+            )
             for i in inputs
         },
         guards=program.guards,

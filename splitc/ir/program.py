@@ -72,7 +72,7 @@ Spec = TensorSpec | SizeSpec | tuple["Spec", ...] | None
 class Input:
     """One input of the step, a placeholder of the graph.
 
-    high: bound of its whole numbers (exclusive), for synthetic data; nested lists broadcast against the tensor.
+    low, high: bounds of synthetic data, `high` exclusive; nested lists broadcast against the tensor; None: any float.
     bound: such a bound, where its readers imply one.  target: whether it goes to the loss.
     path: where it is in a nested argument, `("batch", "image")`; None for an argument that is a tensor.
     loose: its shape, with -2 for sizes that follow from the data, in place of those of `spec`, which a region ignores.
@@ -80,11 +80,12 @@ class Input:
 
     name: str
     spec: TensorSpec
-    high: int | list[object] | None = None
+    high: float | list[object] | None = None
     target: bool = False
     path: tuple[str, ...] | None = None
     bound: int | list[object] | None = None
     loose: tuple[int, ...] | None = None
+    low: int = 0
 
 
 @dataclass(frozen=True)

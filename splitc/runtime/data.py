@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -91,15 +92,27 @@ def as_tuple(batch: Any, paths: Mapping[str, Path] | None = None) -> tuple[Tenso
     return tuple(tensor for item in items for tensor in as_tuple(item, paths))
 
 
+def limits(seen: Tensor) -> tuple[int, int | float | None]:
+    """The `low` and `high` with which `drawn` gives numbers like a tensor's; of floats if all are positive or small."""
+    if seen.is_meta or not seen.numel() or seen.is_complex() or not seen.isfinite().all():
+        return 0, None
+    low, high = math.floor(seen.min().item()), math.ceil(seen.max().item())
+    if not seen.is_floating_point():
+        return max(low, 0) if high >= 0 else low, high + 1  # negative ones stand for padding
+    return (low, float(high)) if -1 <= low < high and (low >= 0 or high <= 1) else (0, None)
+
+
 def drawn(
-    sizes: Sequence[int], dtype: torch.dtype, high: Any = None, generator: torch.Generator | None = None
+    sizes: Sequence[int], dtype: torch.dtype, high: Any = None, generator: torch.Generator | None = None, low: int = 0
 ) -> Tensor:
-    """Random numbers, of which synthetic data are.  high: bound of whole ones, see `Input`; None: 2, none of floats."""
+    """Random numbers, of which synthetic data are, from `low` on.  high: see `Input`; None: 2, none of floats."""
     if high is None and (dtype.is_floating_point or dtype.is_complex):
         return torch.randn(sizes, dtype=dtype, generator=generator)
+    if isinstance(high, float):
+        return low + (high - low) * torch.rand(sizes, dtype=dtype, generator=generator)
     if isinstance(high, list):
         return torch.randint(1 << 62, sizes, generator=generator).remainder_(torch.tensor(high)).to(dtype)
-    return torch.randint(2 if high is None else high, sizes, generator=generator).to(dtype)
+    return torch.randint(low, 2 if high is None else high, sizes, generator=generator).to(dtype)
 
 
 def without_examples(batch: Sequence[Tensor], spec: RankSpec) -> tuple[Tensor, ...]:

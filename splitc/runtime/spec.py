@@ -56,14 +56,15 @@ class Input(NamedTuple):
     """A tensor that a reader reads.
 
     shape: -1 is the batch, -2 a size that follows from the data.
-    high: bound of synthetic whole numbers; nested lists broadcast against the tensor.
-    path: where it is in a nested argument.
+    high: bound of synthetic numbers, of floats None: normal ones; nested lists broadcast against the tensor.
+    path: where it is in a nested argument.  low: the least synthetic number, if it is not 0.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    high: int | list[Any] | None = None
+    high: float | list[Any] | None = None
     path: tuple[str, ...] | None = None
+    low: int | None = None
 
 
 class BatchGuard(NamedTuple):

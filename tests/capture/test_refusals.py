@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -212,6 +213,30 @@ def test_a_table_may_not_be_changed_or_counted_by_the_function_that_reads_it() -
 
         model = made(run, table=nn.Parameter(torch.ones(11, 8)))
         assert f"{function.__name__} has {text}" in refusal(model, tokens()(), labels()(), F.cross_entropy)
+
+
+class Moments(NamedTuple):
+    mean: Tensor
+    variance: Tensor
+
+
+@dataclass
+class Held:
+    mean: Tensor
+    variance: Tensor
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Moments, "a Moments, which .* plain tuple"), (Held, "a Held, which")])
+def test_code_that_stays_the_users_own_is_given_no_objects_with_names(kind: Any, words: str) -> None:
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return kind(y := super().forward(x), y.exp())
+
+    def loss(made: Any, target: Tensor) -> Tensor:
+        return F.gaussian_nll_loss(made.mean, target, made.variance)  # which branches on its data
+
+    with pytest.raises(CaptureError, match=words):
+        capture(net := Net(3, 2), Example.bind(net, torch.randn(4, 3), torch.randn(4, 2), loss))
 
 
 def test_a_sparse_gradient_whose_rows_ranks_cannot_exchange_names_its_parameter() -> None:

@@ -111,6 +111,16 @@ def test_numbers_of_columns_are_drawn_within_their_bounds(name: str) -> None:
     assert bool((drawn < torch.tensor(bound)).all())
 
 
+def test_floats_and_lengths_are_bounded_by_those_of_the_example() -> None:
+    target, lengths = torch.rand(4, 3), torch.tensor([1, 4, 2, 2])
+
+    def loss(made: Tensor, target: Tensor, lengths: Tensor) -> Tensor:
+        return F.binary_cross_entropy(made.sigmoid(), target) * lengths.float().mean()
+
+    program = capture(nn.Linear(2, 3), (torch.randn(4, 2) * 9,), (target, lengths), loss)
+    assert [(each.low, each.high) for each in program.inputs] == [(0, None), (0, 1), (1, 5)]
+
+
 def test_a_number_beyond_the_table_of_its_column_is_refused() -> None:
     ids = torch.tensor([[199, 10, 3], [1, 2, 3]])
     with pytest.raises(

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from splitc.errors import LaunchError
-from splitc.runtime.data import as_tuple, order, tail_offsets
+from splitc.runtime.data import as_tuple, drawn, limits, order, tail_offsets
 from splitc.runtime.loader import Loader, taken_over
 from splitc.runtime.spec import Input
 from splitc.runtime.transport.base import CompletedWork
@@ -34,6 +34,28 @@ BOUNDS = [(0, 4), (0, 3, 6), (0, 5, 7, 12), (0, 1, 2, 3, 4)]
 def plain(*names: str) -> dict[str, tuple[str, ...]]:
     """The paths of inputs that are not nested."""
     return {name: (name,) for name in names}
+
+
+def test_synthetic_numbers_are_where_those_of_an_example_are() -> None:
+    cases: dict[str, tuple[Tensor, tuple[int, float | None]]] = {
+        "pixels": (torch.linspace(0.01, 0.98, 50), (0, 1)),
+        "counts": (torch.tensor([0.0, 2.5, 7.0]), (0, 7)),
+        "a tanh": (torch.tensor([-0.9, 0.3]), (-1, 1)),
+        "normal": (torch.tensor([-0.9, 0.3, 1.1]), (0, None)),
+        "all alike": (torch.zeros(3), (0, None)),
+        "masked": (torch.tensor([0.0, -torch.inf]), (0, None)),
+        "none": (torch.zeros(0), (0, None)),
+        "lengths": (torch.tensor([1, 5, 3]), (1, 6)),
+        "padded labels": (torch.tensor([-100, 4]), (0, 5)),
+        "all negative": (torch.tensor([-3, -2]), (-3, -1)),
+        "a mask": (torch.tensor([True, False]), (0, 2)),
+    }
+    for name, (seen, expected) in cases.items():
+        found = limits(seen)
+        assert found == expected, name
+        numbers = drawn([200], seen.dtype, found[1], torch.Generator().manual_seed(0), found[0])
+        assert numbers.dtype == seen.dtype and (found[1] is None or len(numbers.unique()) > 1), name
+        assert found[1] is None or found[0] <= numbers.min() <= numbers.max() <= found[1], name
 
 
 def all_fit(bounds: Sequence[int]) -> bool:

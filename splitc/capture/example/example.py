@@ -290,7 +290,7 @@ def _arguments(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], tuple[
 
 
 def _targets(target: Any, inputs: Mapping[str, Any], loss: Loss) -> dict[str, Any]:
-    """The targets by name: `target`, or `target0`, `target1`, ... of a tuple or list that the loss does not take as one."""
+    """The targets by name: `target`, or `target0`, `target1`, ... of a tuple that the loss does not take as one."""
     if target is None:
         return {}
     several = type(target) in (tuple, list) and (takes(loss, 1 + len(target)) or not takes(loss, 2))

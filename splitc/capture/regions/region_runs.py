@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from splitc.capture.example.example import Example
 from splitc.capture.refusals import writes_text
@@ -28,7 +27,7 @@ from splitc.ir.graph import reached
 from splitc.ir.program import SizeSpec, TensorSpec
 from splitc.ir.regions import OwnCode, Templates, Unread, fit, is_inside, made_like, specs_in
 from splitc.runtime.generators import same_generators
-from splitc.runtime.nested import parts, tensors, with_parts
+from splitc.runtime.nested import parts, replaced, tensors, with_parts
 from splitc.runtime.own_code import OwnFunction
 from splitc.runtime.seeded.draws import Draws, Layout
 from splitc.runtime.seeded.mode import SeededRandom
@@ -197,7 +196,8 @@ class Runs:
 
 def _watch(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, counter: Counter | None) -> _Call:
     """Call a module on inputs that hang together with nothing before it."""
-    args, kwargs = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))
+    cut = {path: t.detach().requires_grad_(t.requires_grad) for path, t in tensors((args, kwargs))}
+    args, kwargs = replaced((args, kwargs), cut)
     inputs, ops = [tensor for _, tensor in tensors((args, kwargs))], list[OpCost]()
     before = _copied(module)
     versions, state = [tensor._version for tensor in inputs], torch.get_rng_state()

@@ -58,7 +58,8 @@ def require_recordable(call: Call) -> None:
         if not is_proxy(value) and not isinstance(value, (*_LITERALS, *_SETTINGS, torch.device)):
             kind = "module" if isinstance(value, nn.Module) else type(value).__name__
             raise Unsupported(
-                f"{call.name or 'the model'} is given a {kind}, which a graph cannot hold; give it tensors and numbers"
+                f"{call.name or 'the model'} is given a {kind}, which a graph cannot hold; give it tensors, numbers, "
+                f"or lists, plain tuples and dicts of them"
             )
     if call.op == "call_function" and not is_nameable(call.target):
         raise Unsupported(f"{call.name} is no function of torch, so generated code cannot call it; use one that is")

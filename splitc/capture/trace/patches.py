@@ -89,6 +89,8 @@ def _module_call(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set
         has_offsets = isinstance(module, nn.EmbeddingBag) and (len(args) > 1 or kwargs.get("offsets") is not None)
         if path in leaf_paths and not (has_offsets or _is_changed(tracer, module)):
             name = identifier(path, module) if path else type(tracer.original).__name__.lower()
+            if kind := next((type(v).__name__ for v in (*args, *kwargs.values()) if hasattr(type(v), "_fields")), ""):
+                tracer.refuse(f"{name} is given a {kind}, which a graph would make a plain tuple; give it a dict")
             return tracer.record("call_module", path, args, kwargs, name=name)
         with tracer.running(path, module):
             return call(module, *args, **kwargs)

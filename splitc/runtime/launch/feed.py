@@ -168,4 +168,4 @@ def synthetic(rank: RankSpec, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:
     sizes = {name: [last - first if n == -1 else n for n in each.shape] for name, each in rank.inputs.items()}
     while True:
         inputs = rank.inputs.items()
-        yield tuple(drawn(sizes[name], getattr(torch, each.dtype), each.high, generator) for name, each in inputs)
+        yield tuple(drawn(sizes[name], getattr(torch, i.dtype), i.high, generator, i.low or 0) for name, i in inputs)
