@@ -52,6 +52,7 @@ _ARGUMENTS = (
     *("--save-every", "--checkpoints", "--check-finite", "--check-replicas", "--resume", "--tensorboard", "--measure"),
 )
 _OF_RUN = ("--restarts", "--hosts", "--min-world", "--trace", "--correct")
+_OF_JOB = ("--image", "--ranks-per-host", "--cpus", "--gpus", "--restarts")
 _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SPLITC_TIMEOUT", "SPLITC_TOKEN"),
     *("SPLITC_COMMAND", "SPLITC_MIN_WORLD", "TORCHELASTIC_MAX_RESTARTS", "OMP_NUM_THREADS", "SPLITC_CACHE"),
@@ -69,7 +70,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Commands:
-    """Run commands in copies of a folder with a model file, a cluster and a build of one rank."""
+    """Run commands in copies of a folder with a model file, a cluster, builds of one and two ranks, and checkpoints."""
 
     folder: Path
     judge: Judge
@@ -83,9 +84,11 @@ class Commands:
         self.watch()
         code, text = self.run(made, ["-m", "splitc.cli", "clusters", "v100-10gbe"])
         (made / "cluster.toml").write_text(text)
-        build = ["compile", "net.py", "--world", "1", "--cluster", "cluster.toml", "-q"]
-        code, text = self.run(made, ["-m", "splitc.cli", *build])
-        assert code == 0, text
+        usual = ["compile", "net.py", "--cluster", "cluster.toml", "-q"]
+        train = ["run", "two", "--steps", "2", "--checkpoints", "kept"]
+        for argv in ([*usual, "--world", "1"], [*usual, "--world", "2", "-o", "two"], train):
+            code, text = self.run(made, ["-m", "splitc.cli", *argv])
+            assert code == 0, text
         return made
 
     def watch(self) -> None:
@@ -115,8 +118,11 @@ class Commands:
             st.tuples(st.sampled_from(_ARGUMENTS + _OF_RUN), shell_words | st.sampled_from(("1", "2", "net:x")))
             .map(list) | shell_words.map(lambda word: [word]), max_size=3,
         ).map(lambda parts: tuple(chain(*parts)))  # fmt: skip
-        verbs = st.sampled_from(("inspect", "compile", "verify", "explain", "tune", "simulate"))
+        verbs = st.sampled_from(("inspect", "compile", "verify", "explain", "simulate"))
         planned = st.tuples(verbs, few, model).map(
+            lambda each: Command((each[0], "net.py", *_USUAL, *each[1], *_short(each[0])), each[2])
+        )
+        training = st.tuples(st.sampled_from(("try", "tune")), st.just(()) | few, model).map(
             lambda each: Command((each[0], "net.py", *_USUAL, *each[1], *_short(each[0])), each[2])
         )
         plans = json_texts([json.loads(contents["build/plan.json"])]).map(lambda text: (("build/plan.json", text),))
@@ -133,13 +139,30 @@ class Commands:
         runs = st.tuples(own, st.just(()) | files(build)).map(
             lambda each: Command(("run", "build", "--steps", "1", *each[0]), each[1])
         )
+        two, kept = ([path for path in contents if path.startswith(folder)] for folder in ("two/", "kept/"))
+        resumed = st.tuples(st.sampled_from(("--resume", "--restarts=1")), own, st.just(()) | files(kept + two)).map(
+            lambda each: Command(("run", "two", "--steps=3", "--checkpoints", "kept", each[0], *each[1]), each[2])
+        )
+        values = st.sampled_from(("1", "2", "3", "me/net:1")) | shell_words
+        options = st.lists(st.tuples(st.sampled_from(_OF_JOB), values), max_size=2).map(
+            lambda each: tuple(chain(*each))
+        )
+        jobs = st.tuples(st.sampled_from(("--sbatch", "--jobset")), options, own, st.just(()) | files(two)).map(
+            lambda each: Command(("job", each[0], "job", *each[1], "two", *each[2]), each[3])
+        )
+        which = st.sampled_from(("kept", "kept/step-000002", "two")) | shell_words
+        target = st.sampled_from(("model.pt", "net.py", "two")) | shell_words
+        exports = st.tuples(
+            which, st.sampled_from(("--torch", "--safetensors")), target, st.just(()) | files(kept)
+        ).map(lambda each: Command(("export", *each[:3]), each[3]))
         variables = st.dictionaries(st.sampled_from(_VARIABLES), shell_words, max_size=2).map(
             lambda given: tuple(given.items())
         )
         launches = st.tuples(own, st.just(()) | files(build), variables).map(
             lambda each: Command(("launch.py", "--steps", "1", *each[0]), each[1], each[2])
         )
-        return st.one_of(planned, planned, by_plan, clusters, diffs, alone, runs, launches, launches, launches)
+        trained = st.one_of(training, resumed, jobs, exports, runs)
+        return st.one_of(planned, by_plan, clusters, diffs, alone, launches, launches, trained, trained, trained)
 
     def __call__(self, given: Command) -> None:
         """Run one in a fresh copy, and judge how it ended."""

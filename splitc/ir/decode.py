@@ -140,7 +140,7 @@ def _decode(hint: Any, value: Any, path: Path, problems: list[Problem]) -> Any:
             problems.append(Problem(path, f"is {_shown(value)}; it must be {_words(hint)}"))
         return _decode(kinds[0], value, path, problems) if kinds else _WRONG
     if not ((limit.known or _is_a(kind, value)) and limit.holds(value)):
-        near = near_name(value, limit.known) if isinstance(value, str) and len(value) > 3 else ""
+        near = near_name(value, map(str, limit.known)) if isinstance(value, str) and len(value) > 3 else ""
         problems.append(Problem(path, f"is {_shown(value)}; {near}it must be {_words(hint)}"))
         return _WRONG
     before = len(problems)

@@ -109,7 +109,7 @@ def drawn(
     if high is None and (dtype.is_floating_point or dtype.is_complex):
         return torch.randn(sizes, dtype=dtype, generator=generator)
     if isinstance(high, float):
-        return low + (high - low) * torch.rand(sizes, dtype=dtype, generator=generator)
+        return torch.rand(sizes, dtype=dtype, generator=generator).mul_(high - low).add_(low)
     if isinstance(high, list):
         return torch.randint(1 << 62, sizes, generator=generator).remainder_(torch.tensor(high)).to(dtype)
     return torch.randint(low, 2 if high is None else high, sizes, generator=generator).to(dtype)

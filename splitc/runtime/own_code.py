@@ -77,7 +77,7 @@ def own_module(
     """
     module: nn.Module = model.get_submodule(path)
     if differentiates:
-        module.forward = functools.partial(_with_gradients, module.forward)  # type: ignore[method-assign]
+        module.forward = functools.partial(_with_gradients, module.forward)
     module.train = types.MethodType(functools.partial(_train, evaluating=tuple(evaluating)), module)  # type: ignore[method-assign]
     return module
 
