@@ -193,9 +193,10 @@ def checked(batch: tuple[Any, ...], spec: RankSpec, offsets: Sequence[int], devi
         shape = tuple(last - first if n == -1 else m if n == -2 else n for n, m in sizes)
         if not is_tensor or tuple(tensor.shape) != shape or str(tensor.dtype) != f"torch.{expected.dtype}":
             got = f"{tuple(tensor.shape)} {tensor.dtype}" if is_tensor else f"a {type(tensor).__name__}"
-            raise LaunchError(
-                f"rank {spec.index}: {name} is {got}, this step needs {shape} torch.{expected.dtype}; batches of "
-                f"other sizes come from worker.loader, or after worker.use_sizes"
-            )
+            remedy = "batches of other sizes come from worker.loader, or after worker.use_sizes"
+            if is_tensor and tuple(tensor.shape) == shape:
+                remedy = "give it that dtype, or compile with an example of this one"
+            needed = f"{shape} torch.{expected.dtype}; {remedy}"
+            raise LaunchError(f"rank {spec.index}: {name} is {got}, this step needs {needed}")
     inner = [-1 in expected.shape[1:] for expected in spec.inputs.values()]  # contiguous as traced
     return tuple(tensor.contiguous() if each else tensor for tensor, each in zip(batch, inner, strict=True))
