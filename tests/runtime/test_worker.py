@@ -290,10 +290,7 @@ WRONG: list[tuple[tuple[Any, ...], str]] = [
     ((), r"rank 0 \(conv\) takes 2 tensors \(images, target\), got 0"),
     (batch_of(3), r"images is \(3, 1, 8, 8\) torch.float32, this step needs \(4, 1, 8, 8\) torch.float32"),
     ((torch.zeros(4, 1, 8, 8).double(), torch.zeros(4).long()), "images is .* torch.float64, this step needs"),
-    (
-        (torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int32)),
-        "target is .* torch.int32, needs .* torch.int64; give it",
-    ),
+    ((torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int32)), "target is .* torch.int32, .* torch.int64; give it"),
     ((torch.zeros(4, 1, 8, 8), [0, 1, 2, 3]), "the batch holds int; a batch is tensors"),
 ]
 
