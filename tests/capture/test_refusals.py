@@ -226,6 +226,7 @@ class Held:
     variance: Tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "words"), [(Moments, "a Moments, which .* plain tuple"), (Held, "a Held, which")])
 def test_code_that_stays_the_users_own_is_given_no_objects_with_names(kind: Any, words: str) -> None:
     class Net(nn.Linear):

@@ -45,8 +45,8 @@ def test_floats_that_are_whole_numbers_in_the_example_are_drawn_as_such() -> Non
     for values, high in (
         ([[0.0, 4.0], [1.0, 0.0]], 5),
         ([[0.0, 0.0], [0.0, 0.0]], None),
-        ([[-1.0, 1.0], [1.0, 0.0]], None),
-        ([[0.0, 0.5], [1.0, 0.0]], None),
+        ([[-1.0, 1.0], [1.0, 0.0]], 1.0),
+        ([[0.0, 0.5], [1.0, 0.0]], 1.0),
     ):
         program = capture(nn.Linear(3, 2), (torch.randn(2, 3),), torch.tensor(values), F.mse_loss)
         assert [each.high for each in program.inputs] == [None, high], values
