@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def program_of(model: Any, strategy: str = "data_parallel", loss: Any = F.cross_
     return program
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], nn.Module]] = {
     "custom function": untraceable.BinaryNet,
     "two of a class": lambda: Perceptron(untraceable.Gated(), untraceable.Gated()),
     "loop over rows": lambda: Perceptron(untraceable.Rows()),
