@@ -9,6 +9,7 @@ of a strategy, and the simulation, which knows what overlaps, decides among them
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -66,9 +67,9 @@ class Place(Pass[Program, PlacedProgram]):
     to the readers; None: `program.batch` for each.  memory: bytes of a rank, in place of the
     device's.  optimizer_copies: of the parameters, in the optimizer's state.  time_limit: seconds
     that the search may take.  model: the fingerprint that goes into the plan.  accumulate: batches to an update
-    that are allowed.  wire: the formats in which numbers travel.  alone: `auto` may give one rank the examples of all
-    readers, where no plan is faster for as many.  fits: whether the ranks of a plan have
-    enough memory, to the byte; plans that do not are passed over while their strategy has another one.
+    that are allowed.  wire: the formats in which numbers travel.  fewer_readers: `auto` may give few readers, or one
+    rank, the examples that as many readers as there can be would bring, where that is faster.  fits: whether the ranks
+    of a plan have enough memory, to the byte; plans that do not are passed over while their strategy has another one.
 
     Raises PlacementError when no plan meets what was asked for, and CostError for layers that were measured here and a
     cluster of other devices.
@@ -88,7 +89,7 @@ class Place(Pass[Program, PlacedProgram]):
     model: str = ""
     accumulate: int = 1
     wire: Wire = AS_COMPUTED
-    alone: bool = False
+    fewer_readers: bool = False
     fits: Callable[[Program, Plan], bool] | None = field(default=None, compare=False, repr=False)
 
     def run(self, program: Program) -> PlacedProgram:
@@ -197,8 +198,8 @@ class Place(Pass[Program, PlacedProgram]):
         best, priced = _compared(request, proposed, math.inf if few else _TRANSFERS)
         if not (best or few):
             _, priced = _compared(request, proposed, math.inf)
-        if self.alone and own.compares and self.global_batch is None:
-            priced = self._with_alone(request, priced)
+        if self.fewer_readers and own.compares and self.global_batch is None:
+            priced = self._with_fewer_readers(request, priced)
         order = {name: k for k, name in enumerate(names)}
         return sorted(expected(request, priced), key=lambda few: order[few[0].strategy])
 
@@ -210,17 +211,21 @@ class Place(Pass[Program, PlacedProgram]):
         searched = [propose(request, own, by_name) for by_name in own.searches(own is asked)]
         return [*own.proposals(request), *chain.from_iterable(searched)]
 
-    def _with_alone(self, request: Request, priced: list[list[PricedPlan]]) -> list[list[PricedPlan]]:
-        """The plans, and that of one rank with the examples of the fastest, where it takes no longer for them."""
+    def _with_fewer_readers(self, request: Request, priced: list[list[PricedPlan]]) -> list[list[PricedPlan]]:
+        """The plans, and before them those that train the examples of the fastest in less time.
+
+        Of one rank also such as take no longer for them.
+        """
         best = fastest([each for few in priced for each in few if each.exact])
         if not best.feasible or best.global_batch == request.program.batch:
             return priced
         same, found = replace(request, global_batch=best.global_batch), list[list[PricedPlan]]()
         for few in priced:
-            name = few[0].strategy
-            alone = self._proposed(same, name) if strategy_named(name).is_alone else []
-            tried = (simulated(same, each) for each in alone)
-            found.append([*(each for each in tried if each.promise >= best.promise), *few])
+            kind = strategy_named(few[0].strategy)
+            others = self._proposed(same, kind.name) if few[0].exact else []
+            better = operator.ge if kind.is_alone else operator.gt
+            tried = (simulated(same, each) for each in others)
+            found.append([*(each for each in tried if better(each.promise, best.promise)), *few])
         return found
 
     def problems(self) -> list[str]:

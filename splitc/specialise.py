@@ -42,7 +42,7 @@ class Settings:
 
     tune: seconds in which finalists are run to choose among them; 0: none is.
     free: the kinds of numbers that may travel in other formats than `wire`, for errors of gradients below `wire_error`.
-    alone: as of `Place`.
+    fewer_readers: as of `Place`.
     """
 
     world: int
@@ -58,7 +58,7 @@ class Settings:
     wire: Wire = AS_COMPUTED
     wire_error: float = 0.0
     free: tuple[str, ...] = ()
-    alone: bool = False
+    fewer_readers: bool = False
 
     def __post_init__(self) -> None:
         if problems := values_refused(self):
@@ -82,7 +82,9 @@ class Settings:
             return False
 
         place = partial(Place, cluster, self.world, strategy, self.pins, self.global_batch, self.memory)
-        return place(model=model, accumulate=self.accumulate, wire=self.wire, alone=self.alone, fits=fits)
+        return place(
+            model=model, accumulate=self.accumulate, wire=self.wire, fewer_readers=self.fewer_readers, fits=fits
+        )
 
 
 def with_norms(model: nn.Module, program: Program, world: int) -> nn.Module:

@@ -158,7 +158,7 @@ def _settings(args: argparse.Namespace, plan: Plan | None = None) -> Settings:
     attempts.end()
     asked = partial(Settings, args.world, args.global_batch, cluster, strategy or "auto", pins or {}, args.memory)
     asked = partial(asked, autocast=autocast, accumulate=args.accumulate)
-    return asked(wire=wire or AS_COMPUTED, wire_error=args.wire_error or 0.0, free=free or (), alone=True)
+    return asked(wire=wire or AS_COMPUTED, wire_error=args.wire_error or 0.0, free=free or (), fewer_readers=True)
 
 
 def _cluster(name: str | None) -> Cluster | None:

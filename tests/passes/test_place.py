@@ -63,6 +63,20 @@ def test_a_slow_link_puts_the_fc_layers_on_one_rank_and_a_fast_one_does_not() ->
     assert all(len(ranks) == 4 for ranks in fast.roles.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "batch", "rate"), [(2, 1, 1e4), (3, 1, 1e5)])
+def test_few_readers_take_the_examples_of_the_fastest_plan_where_they_are_faster(
+    world: int, batch: int, rate: float
+) -> None:
+    """Three readers train more samples/s than two with an example each, and fewer than two with three."""
+    request, program = Place(small_cluster(rate), world, Auto()), separable(batch)
+    by_reader = request.run(program).plan
+    chosen = replace(request, fewer_readers=True).run(program).plan
+    as_many = replace(request, global_batch=by_reader.global_batch).run(program).plan
+    assert chosen.decided == as_many.decided and chosen.samples_per_second > 1.3 * by_reader.samples_per_second
+    assert len(chosen.roles["trunk"]) < len(by_reader.roles["trunk"])
+
+
 def updating(*parameters: int) -> float:
     """Seconds of the optimizer on so many numbers, each read and written eight times at 1 MB/s."""
     return 8 * 4 * sum(parameters) / 1e6

@@ -21,7 +21,7 @@ def of(settings: Settings, batch: int | None = None) -> str:
 
 
 def test_it_is_the_same_in_every_process_and_for_other_names_of_the_same() -> None:
-    assert of(ASKED) == "143b39303d9c"
+    assert of(ASKED) == "094411e79774"
     renamed = replace(CLUSTER, name="mine", source="measured", device=replace(CLUSTER.device, name="a GPU"))
     for same in (replace(ASKED, cluster="v100-10gbe"), replace(ASKED, cluster=renamed), replace(ASKED, code="net.py")):
         assert of(same) == of(ASKED)
@@ -32,7 +32,7 @@ def test_it_changes_with_all_that_a_plan_follows_from() -> None:
     others = [
         *(replace(ASKED, world=3), replace(ASKED, global_batch=8), replace(ASKED, strategy="data_parallel")),
         *(replace(ASKED, strategy="layer_separation(n_c=1, n_f=1)"), replace(ASKED, memory=1e9)),
-        replace(ASKED, alone=True),
+        replace(ASKED, fewer_readers=True),
         *(replace(ASKED, pins={"fc6": "fc"}), replace(ASKED, pins={"fc6": Placement(group=2)})),
         *(replace(ASKED, accumulate=2), replace(ASKED, cluster=CLUSTER.with_bandwidth(1e9))),
         *(replace(ASKED, cluster=replace(CLUSTER, device=device)), replace(ASKED, cluster=replace(CLUSTER, world=9))),

@@ -176,7 +176,7 @@ def test_where_all_ranks_work_it_is_told_only_whether_one_alone_is_as_fast_with_
 def test_one_rank_takes_the_examples_of_all_where_no_plan_on_several_is_faster() -> None:
     """On this network two ranks train more samples/s than one with half the examples, and fewer than one with all."""
     asked = place(2, 8e9)
-    several, alone = asked.run(model()).plan, (shared := replace(asked, alone=True)).run(model()).plan
+    several, alone = asked.run(model()).plan, (shared := replace(asked, fewer_readers=True)).run(model()).plan
     one = replace(asked, strategy=SingleDevice())
     as_many = replace(one, global_batch=several.global_batch).run(model()).plan
     assert (several.global_batch, several.strategy) == (512, "late_multiply")
