@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pkgutil import resolve_name
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -94,12 +95,13 @@ def has_own_buffers(stage: nn.Module) -> bool:
 
 
 def _imported(origin: str) -> Any:
+    file, _, name = origin.partition(":")
     try:
-        return resolve_name(origin)
+        return attrgetter(name)(importlib.import_module(file))  # a file of any name, which `resolve_name` does not take
     except Exception as error:
         raise LaunchError(
-            f"this build runs the user's own code, {origin}, which cannot be imported here ({type(error).__name__}: "
-            f"{error}); put the folder of {origin.partition(':')[0].partition('.')[0]} into PYTHONPATH"
+            f"this build runs the user's own code, {origin}, which cannot be imported here "
+            f"({type(error).__name__}: {error}); put the folder of {file.partition('.')[0]} into PYTHONPATH"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,14 @@ def test_code_that_cannot_be_imported_is_named() -> None:
         LaunchError, match=r"user's own code, no_such.file:make, .* put the folder of no_such into PYTHON"
     ):
         own_model("no_such.file:make")
+
+
+def test_the_file_of_own_code_may_have_a_name_that_no_variable_can_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "01-my.py").write_text("class Models:\n    double = staticmethod(lambda x: x * 2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert own_function("01-my:Models.double")(torch.ones(1)) == 2
 
 
 def test_a_function_becomes_a_module() -> None:
