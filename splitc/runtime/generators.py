@@ -25,8 +25,8 @@ def seeded_generators(*key: Any) -> Iterator[None]:
     with _LOCK, same_generators():
         random.seed(seed)
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed(seed)
+        for generator in _of_gpus():
+            generator.manual_seed(seed)
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(seed)
         yield
@@ -35,19 +35,20 @@ def seeded_generators(*key: Any) -> Iterator[None]:
 @contextmanager
 def same_generators() -> Iterator[None]:
     """Give the generators of Python, numpy and torch back as they were."""
-    before = random_state()
+    before, states = random_state(), [(generator, generator.get_state()) for generator in _of_gpus()]
     try:
         yield
     finally:
         set_random_state(before)
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def random_state() -> dict[str, Any]:
     """The state of the process's generators, and of its GPU's, on which a dataset's own random numbers may depend."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if numpy := sys.modules.get("numpy"):
-        name, words, *rest = numpy.random.get_state()
-        found["numpy"] = [name, words.tolist(), *rest]
+        found["numpy"] = _plain(numpy.random.get_state(legacy=False))
     if torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()
     return found
@@ -59,7 +60,18 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if torch.cuda.is_initialized() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
     version, words, normal = state["python"]
-    random.setstate((version, tuple(map(int, words)), normal))  # tensors in earlier checkpoints
+    random.setstate((version, tuple(_plain(words)), normal))  # tensors in earlier checkpoints, and numpy's in a list
     if (numpy := sys.modules.get("numpy")) and "numpy" in state:
-        name, words, *rest = state["numpy"]
-        numpy.random.set_state((name, numpy.asarray(words), *rest))
+        given = state["numpy"]
+        numpy.random.set_state(given if isinstance(given, dict) else (given[0], _plain(given[1]), *given[2:]))
+
+
+def _plain(value: Any) -> Any:
+    """A part of a state without arrays and tensors."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _of_gpus() -> tuple[torch.Generator, ...]:
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from splitc.runtime.checkpoints import folders
 from splitc.runtime.checkpoints.piece import packed, unpacked
-from splitc.runtime.generators import random_state, set_random_state
+from splitc.runtime.generators import random_state, same_generators, seeded_generators, set_random_state
 from splitc.runtime.optimizers import device_of_state, load_by_name, set_options, state_by_name
 from splitc.runtime.transport.mailbox import Mailbox
 from splitc.runtime.transport.simulated import SimulatedTransport
@@ -66,6 +68,46 @@ def test_what_is_no_counter_is_beside_its_parameter_whatever_its_shape() -> None
     assert device_of_state({}, parameter, "row", 1, "cpu") == GPU
     assert device_of_state({}, parameter, "mu_product", 0, "cpu").type == "cpu"
     assert device_of_state({"fused": True}, parameter, "step", 0, "cpu") == GPU
+
+
+def test_generators_of_every_gpu_are_seeded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = torch.Generator(), torch.Generator()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", gpus[0].get_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", gpus[0].set_state)
+    before, drawn = [gpu.get_state() for gpu in gpus], list[list[Tensor]]()
+    for _ in range(2):
+        with seeded_generators("a key"):
+            drawn.append([torch.rand(2, generator=gpu) for gpu in gpus])
+    assert all(torch.equal(now.get_state(), state) for now, state in zip(gpus, before, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(*drawn, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "Philox"])
+def test_the_state_of_any_generator_of_numpy_is_given_back_and_saved(kind: str) -> None:
+    numpy: Any = np.random
+    before = numpy.get_bit_generator()
+    numpy.set_bit_generator(getattr(numpy, kind)(3))
+    try:
+        saved = unpacked(packed(random_state()))
+        with same_generators():
+            first = numpy.rand(3)
+        assert np.array_equal(first, numpy.rand(3))
+        set_random_state(saved)
+        assert np.array_equal(first, numpy.rand(3))
+    finally:
+        numpy.set_bit_generator(before)
+
+
+def test_the_state_of_an_earlier_checkpoint_is_set() -> None:
+    numpy: Any = np.random.get_state()
+    name, words, *rest = numpy
+    version, own, normal = random.getstate()
+    saved = {"torch": torch.get_rng_state(), "numpy": [name, torch.from_numpy(words.astype("int64")), *rest]}
+    first = np.random.rand(), random.random()
+    set_random_state({**saved, "python": [version, torch.tensor(own), normal]})
+    assert first == (np.random.rand(), random.random())
 
 
 def test_a_gpus_generator_is_saved_and_set_where_both_runs_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
