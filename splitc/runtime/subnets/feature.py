@@ -89,6 +89,8 @@ class Subnetworks(Feature):
             with norm.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(_moments(inputs[0]))):
                 for batch, context in sample:
                     self.training.loss(batch, context)
+            if not seen:  # a layer of training alone
+                continue
             number, total, squares = torch.stack(seen).sum(0)
             norm.running_mean.copy_(mean := total / number)
             spread = (squares - number * mean.square()).clamp(min=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.errors import PlacementError
+from splitc.runtime.spec import StepContext
+from splitc.runtime.subnets.feature import Subnetworks
 from tests.support.compiled import compiled
 from tests.support.ranks import on_workers, part_of
 from tests.support.sampling import along
@@ -91,6 +94,14 @@ def test_a_normalisation_without_statistics_has_none_to_compute() -> None:
 
     first, second = on_workers(made, run)
     assert first == second
+
+
+def test_a_normalisation_that_is_there_in_training_alone_keeps_its_statistics() -> None:
+    norm, spec, context = nn.BatchNorm1d(3), SimpleNamespace(recomputed=("0",)), StepContext((0, 2), (0, 2))
+    training: Any = SimpleNamespace(stage=nn.Sequential(norm), spec=spec, loss=lambda batch, context: None)
+    Subnetworks(training).settle([((torch.ones(2, 3),), context)])
+    state = norm.state_dict()
+    assert state["running_mean"].tolist() == [0, 0, 0] and state["running_var"].tolist() == [1, 1, 1]
 
 
 def test_a_model_that_cannot_be_evaluated_as_a_whole_is_refused() -> None:
