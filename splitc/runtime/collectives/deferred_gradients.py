@@ -27,9 +27,11 @@ class DeferredGradients:
         trained = all(each.requires_grad for each in (x, weight, bias) if each is not None)
         if not (torch.is_grad_enabled() and trained and x.dim() > 1):
             return F.linear(x, weight, bias)
-        y = F.linear(x, weight.detach(), None if bias is None else bias.detach())
+        rows = x.flatten(0, -2)  # of more dims F.linear may give a view, whose error autograd would copy thrice
+        y = F.linear(rows, weight.detach(), None if bias is None else bias.detach())
         add = partial(add_linear_gradients, weight, bias)
-        return watched(y, lambda *factors: self.later(partial(add, *map(rows_of, factors))), x.detach().to(y.dtype))
+        y = watched(y, lambda *factors: self.later(partial(add, *factors)), rows.detach().to(y.dtype))
+        return y.view(*x.shape[:-1], y.size(-1))
 
     def later(self, call: Callable[[], None]) -> None:
         """Do something before the end of the step."""

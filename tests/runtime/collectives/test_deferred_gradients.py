@@ -82,3 +82,14 @@ def test_what_is_left_is_done_one_at_a_time_or_all_at_once() -> None:
     deferred.finish()
     deferred.one()
     assert done == [0, 1, 2, 3]
+
+
+def test_the_error_of_rows_in_more_dims_is_not_copied_for_a_view() -> None:
+    x, weight, bias = tensors((3, 2, 5), (4, 5), (4,))
+    value = DeferredGradients().linear(x, weight, bias)
+    assert value.shape == (3, 2, 4)
+    steps, seen = [value.grad_fn], list[str]()
+    for step in steps:
+        seen += [] if step is None else [step.name()]
+        steps += [] if step is None else [before for before, _ in step.next_functions]
+    assert "_WatchErrorBackward" in seen and not {"CopySlices", "AsStridedBackward0"} & {*seen}, seen
