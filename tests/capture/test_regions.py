@@ -413,6 +413,18 @@ def test_numbers_of_single_examples_leave_tensors_freely(cases: list[Any]) -> No
         assert coupling(APART[how]) == "", how
 
 
+def test_a_forward_that_takes_gradients_is_known_however_it_takes_them() -> None:
+    class Backward(untraceable.Force):
+        def forward(self, x: Tensor) -> Tensor:
+            at = x.detach().requires_grad_()
+            torch.autograd.backward(self.fc(at).tanh().sum(), inputs=[at])
+            return self.fc(x) + torch.zeros_like(x) if at.grad is None else self.fc(x) + at.grad
+
+    for middle in (Backward(), untraceable.Gated()):
+        (own,) = found(traced(Perceptron(middle))).values()
+        assert own.differentiates == isinstance(middle, Backward)
+
+
 TABLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "embedding": lambda ids, table: F.embedding(ids, table, scale_grad_by_freq=True).mean(1),
     "embedding_bag": lambda ids, table: F.embedding_bag(ids, table, scale_grad_by_freq=True),

@@ -77,7 +77,7 @@ class _Watch(SeededRandom):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
             self.norms.append((args[0] if args else (kwargs or {})["input"]).shape[0])
-        self.differentiates |= func in (torch.autograd.grad, Tensor.backward)
+        self.differentiates |= func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
         result = super().__torch_function__(func, types, args, kwargs)
         self.dtypes |= {tensor.dtype for _, tensor in tensors(result) if tensor.requires_grad}
         return result
