@@ -43,7 +43,7 @@ from splitc.ir.names import is_ours
 from splitc.ir.program import Input, Program, TensorSpec
 from splitc.ir.regions import Region, names_in
 from splitc.ir.value_range import are_counts, class_bound
-from splitc.runtime.data import limits
+from splitc.runtime.data import limits, readable
 
 
 def capture(
@@ -256,7 +256,7 @@ def _state_tensors(model: nn.Module, root: nn.Module, graph: fx.Graph, reached: 
 
 def _input(name: str, regions: Regions, tracer: Tracer) -> Input:
     example = regions.example
-    tensor = example.tensors[name].detach()
+    tensor = readable(example.tensors[name].detach())
     node = next(n for n in tracer.graph.nodes if n.op == "placeholder" and n.target == name)
     bound = class_bound(node, tracer.root, tensor, tracer.attributes.real)
     low, high = limits(tensor) if bound is None or tensor.is_floating_point() else (0, bound)

@@ -92,6 +92,11 @@ def as_tuple(batch: Any, paths: Mapping[str, Path] | None = None) -> tuple[Tenso
     return tuple(tensor for item in items for tensor in as_tuple(item, paths))
 
 
+def readable(tensor: Tensor) -> Tensor:
+    """The tensor, in float32 where torch has no statistics of its dtype, as of floats of 8 bits."""
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 2 else tensor
+
+
 def limits(seen: Tensor) -> tuple[int, int | float | None]:
     """The `low` and `high` with which `drawn` gives numbers like a tensor's; of floats if all are positive or small."""
     if seen.is_meta or not seen.numel() or seen.is_complex() or not seen.isfinite().all():

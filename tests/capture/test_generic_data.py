@@ -32,6 +32,16 @@ def test_floats_keep_a_range_that_is_nonnegative_or_within_one() -> None:
     assert float(drawn(torch.rand(4, 6) * 9).min()) >= 0
 
 
+def test_floats_of_8_bits_are_drawn_too() -> None:
+    class Quantised(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float())
+
+    x = torch.rand(4, 3).to(torch.float8_e4m3fn)
+    assert capture(Quantised(3, 2), (x,), torch.randn(4, 2), F.mse_loss).inputs[0].high == 1
+    assert drawn(x).dtype == x.dtype and float(drawn(x).float().min()) >= 0
+
+
 def test_dims_lie_in_memory_as_those_of_the_example() -> None:
     images = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
     for how in Draw:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from splitc.errors import CaptureError
 from splitc.ir.program import Program
+from splitc.runtime.data import readable
 
 
 class Draw(IntEnum):
@@ -118,7 +119,7 @@ def _drawn(seen: Tensor, chosen: Tensor, bound: Any, how: Draw, generator: torch
         parts = torch.view_as_real(seen), torch.view_as_real(chosen)
         return torch.view_as_complex(_floats(*parts, None, how, generator).to(parts[0].dtype).contiguous())
     if seen.dtype.is_floating_point:
-        return _floats(seen, chosen.double(), bound, how, generator).to(seen.dtype)
+        return _floats(readable(seen), chosen.double(), bound, how, generator).to(seen.dtype)
     if how is Draw.SEEN:
         return chosen
     low, high = int(seen.min()), int(seen.max())
