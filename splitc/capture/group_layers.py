@@ -2,7 +2,8 @@
 
 A layer is a node that owns parameters, with the parameterless nodes that follow it: a parameterless node joins the
 topologically last layer it depends on, or, if it depends on inputs alone, the layer of its first reader.  So a max-pool
-after the last convolution is part of that layer, and a cut after it sends the pooled activations.
+after the last convolution is part of that layer, and a cut after it sends the pooled activations.  A mean over the
+batch joins the layer of its first reader: it has no examples that a cut could send.
 
 Nodes that any stage can compute by itself (sizes, constants, masks made of them) are marked `copied_to_each_stage`:
 every role that reads one has its own copy.
@@ -19,9 +20,9 @@ from torch import fx
 
 from splitc.capture.in_batch import LAYER, in_batch_nodes
 from splitc.ir.comm_ops import store_buffer
-from splitc.ir.graph import changes_statistics, info, tensors_of_node, update_info
+from splitc.ir.graph import changes_statistics, has_examples, info, tensors_of_node, update_info
 from splitc.ir.layers import Layer
-from splitc.ir.program import Program, SizeSpec
+from splitc.ir.program import Program, SizeSpec, TensorSpec
 
 
 def group_layers(program: Program, in_batch: Collection[fx.Node] = (), known: Collection[str] = ()) -> dict[str, Any]:
@@ -74,6 +75,11 @@ def group_layers(program: Program, in_batch: Collection[fx.Node] = (), known: Co
         k = place(next(iter(order), None) or _first_owner(program, parameters))
         members[k].extend(waiting)
         index.update(dict.fromkeys(waiting, k))
+    for node in reversed(() if in_batch else _summed(program.graph)):
+        if (readers := [index[user] for user in node.users if user in index]) and min(readers) > index[node]:
+            members[index[node]].remove(node)
+            index[node] = min(readers)
+            members[index[node]].append(node)
     for node in program.graph.nodes:  # a parameter or buffer belongs to the first layer that reads it
         if node.op == "get_attr" and node.users:
             members[min(index[user] for user in node.users if user in index)].append(node)
@@ -96,6 +102,18 @@ def gather_coupled(program: Program, known: Collection[str] = ()) -> Program:
     gain = " All that trains is in it, so several ranks gain nothing over one: let a module of its own hold the line."
     note = f"{grouped['in_batch']} runs where the whole batch is: {program.coupled[0].why}.{gain if is_all else ''}"
     return replace(program, **grouped, notes=(*program.notes, note))
+
+
+def _summed(graph: fx.Graph) -> list[fx.Node]:
+    """What is made of values with examples alone, and has none itself: no role could send it to another one."""
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        read = [each for each in node.all_input_nodes if not info(each).copied_to_each_stage]
+        is_plain = node.op in ("call_function", "call_method") and not info(node).side_effect
+        of_data = bool(read) and all(has_examples(each) or each in found for each in read)
+        if is_plain and of_data and isinstance(info(node).spec, TensorSpec) and not has_examples(node):
+            found[node] = None
+    return [*found]
 
 
 def _unused(program: Program, name: str) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from splitc.ir.graph import info, tensors_of_node
 from splitc.ir.program import Program
 from tests.support.capturing import capture, node
+from tests.support.compiled import compiled
 from tests.support.models import CASES, CLASSES, Attention, Made, labels, tokens, vectors
 
 
@@ -109,6 +110,31 @@ def test_what_is_made_of_sizes_and_constants_can_be_computed_everywhere() -> Non
     everywhere = {n.name for n in program.graph.nodes if info(n).copied_to_each_stage}
     assert {"size", "attn_bias", "eq"} <= everywhere
     assert not everywhere & {"wte", "attn_c_attn", "attn_c_attn_weight", "cross_entropy", "x", "target"}
+
+
+def penalised(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    hidden = m.a(x).relu()
+    return m.fc(m.b(hidden).relu()), hidden.square().mean(), m.a.weight.square().sum()
+
+
+def with_penalty(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return F.cross_entropy(output[0], target) + 0.1 * output[1]
+
+
+def test_a_mean_of_early_values_is_taken_where_the_loss_is() -> None:
+    def loss(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+        return with_penalty(output, target) + output[2]
+
+    model = made(penalised, a=nn.Linear(8, 8), b=nn.Linear(8, 8), fc=nn.Linear(8, CLASSES))
+    found = captured_layers(model, vectors()(), loss)
+    assert {"relu", "square", "sum_1"} < {*found["a"]} and {"mean", "mul", "add"} < {*found["fc"]}
+
+
+@pytest.mark.slow
+def test_a_loss_with_a_penalty_of_early_values_trains_in_several_roles() -> None:
+    model = made(penalised, a=nn.Linear(8, 8), b=nn.Linear(8, 8), fc=nn.Linear(8, CLASSES))
+    strategy = "layer_separation(ranks=1+1+1, microbatches=2)"
+    assert compiled(model, vectors()(), labels()(), with_penalty, 3, strategy).verify(dtype=torch.float64).holds
 
 
 def test_a_counter_belongs_to_the_module_that_counts() -> None:
