@@ -42,6 +42,9 @@ def test_several_targets_are_numbered_and_no_input_may_have_their_name() -> None
     bound = Example.bind(Net(), (X, Y, 1.0), (LABELS, LABELS), lambda out, a, b: out.sum())
     assert list(bound.targets) == ["target0", "target1"]
 
+    bound = Example.bind(nn.Linear(3, 2), X, (Y, Y), torch.triplet_margin_loss)  # which has no signature
+    assert list(bound.targets) == ["target0", "target1"]
+
     def one(out: Tensor, target: Any, beta: float = 1.0) -> Tensor:
         return beta * F.cross_entropy(out, target[0]) + F.cross_entropy(out, target[1])
 
