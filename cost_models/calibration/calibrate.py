@@ -23,7 +23,7 @@ from splitc.cost_models.calibration.links import measure_links
 from splitc.cost_models.calibration.loopback import gpu_link, loopback_link
 from splitc.cost_models.calibration.overlap import measure_jitter
 from splitc.cost_models.calibration.rank_timer import LEAST, Progress, RankTimer, no_progress
-from splitc.cost_models.compute.clocks import threads
+from splitc.cost_models.compute.clocks import defaults, threads
 from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster
 from splitc.runtime.transport.base import Transport
@@ -44,6 +44,7 @@ class Calibration:
     residuals: tuple[Residual, ...]
 
 
+@defaults()
 def calibrate(
     transport: Transport | None = None,
     budget: float = BUDGET,
@@ -81,6 +82,7 @@ def calibrate(
     return Calibration(rounded(cluster), (*averaged(r for fit in fits if fit for r in fit.residuals), *links.residuals))
 
 
+@defaults()
 def calibrate_one_process(
     where: torch.device | None, budget: float, progress: Progress, name: str, source: str = ""
 ) -> Calibration:

@@ -31,6 +31,18 @@ def threads(number: int) -> Iterator[None]:
 
 
 @contextmanager
+def defaults() -> Iterator[None]:
+    """Compute as in a new process, whatever a model's file has set: in float32, on the CPU, with gradients."""
+    before, is_on_cpu = torch.get_default_dtype(), torch.get_default_device().type == "cpu"
+    torch.set_default_dtype(torch.float32)
+    try:  # a default device slows every operation down
+        with nullcontext() if is_on_cpu else torch.device("cpu"), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def seeded(where: torch.device) -> Iterator[None]:
     """Draw random numbers from seed 0, and keep freed memory as a rank does; afterwards both are as they were."""
     memory = kept_memory() if where.type == "cpu" else nullcontext()

@@ -502,6 +502,22 @@ def test_ranks_on_the_cores_of_one_machine_share_them() -> None:
     assert four.flop_rate["float32"] == pytest.approx(5e10)
 
 
+def test_a_machine_is_measured_in_float32_whatever_the_process_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers are kept for the models of others, and a model's file may set what is of the process."""
+
+    def measured(*_: object) -> None:
+        raise LaunchError(f"{torch.ones(1).dtype} {torch.ones(1).device} {torch.is_grad_enabled()}")
+
+    monkeypatch.setattr(calibration, "measure_device", measured)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.no_grad(), pytest.raises(LaunchError, match=r"^torch.float32 cpu True$"):
+            calibrate(None, 1.0, name="here")
+        assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_of_more_ranks_than_cores_only_as_many_are_measured() -> None:
     ranks = RankLayout(world=4, per_host=4, slots=2, gpus=False)
     assert [ranks.measures(rank) for rank in range(4)] == [True, True, False, False]
