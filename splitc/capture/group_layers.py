@@ -75,11 +75,8 @@ def group_layers(program: Program, in_batch: Collection[fx.Node] = (), known: Co
         k = place(next(iter(order), None) or _first_owner(program, parameters))
         members[k].extend(waiting)
         index.update(dict.fromkeys(waiting, k))
-    for node in reversed(() if in_batch else _summed(program.graph)):
-        if (readers := [index[user] for user in node.users if user in index]) and min(readers) > index[node]:
-            members[index[node]].remove(node)
-            index[node] = min(readers)
-            members[index[node]].append(node)
+    if not in_batch:
+        _join_readers(_summed(program.graph), members, index)
     for node in program.graph.nodes:  # a parameter or buffer belongs to the first layer that reads it
         if node.op == "get_attr" and node.users:
             members[min(index[user] for user in node.users if user in index)].append(node)
@@ -114,6 +111,15 @@ def _summed(graph: fx.Graph) -> list[fx.Node]:
         if is_plain and of_data and isinstance(info(node).spec, TensorSpec) and not has_examples(node):
             found[node] = None
     return [*found]
+
+
+def _join_readers(nodes: list[fx.Node], members: list[list[fx.Node]], index: dict[fx.Node, int]) -> None:
+    """Move each node to the layer of its first reader, where that is a later one."""
+    for node in reversed(nodes):
+        if (readers := [index[user] for user in node.users if user in index]) and min(readers) > index[node]:
+            members[index[node]].remove(node)
+            index[node] = min(readers)
+            members[index[node]].append(node)
 
 
 def _unused(program: Program, name: str) -> str:
