@@ -133,12 +133,12 @@ def _planted(hang: Hang, build: Path, floor: str) -> tuple[str, float | None]:
     if hang.kind == "cut":
         with NetworkTestbed(WORLD) as testbed:
             reading, writing = os.pipe()
+            far = hang.rank == 0  # all others are on the far side of rank 0, which has the store: on hosts of their own
             for rank in range(WORLD):
-                command = [sys.executable, "-m", *arguments]
-                testbed.start(rank, command, own, cwd=ROOT, stdout=writing, stderr=writing)
+                command, named = [sys.executable, "-m", *arguments], {"GROUP_RANK": f"{rank}"} if far else {}
+                testbed.start(rank, command, own | named, cwd=ROOT, stdout=writing, stderr=writing)
             os.close(writing)
             with os.fdopen(reading, "rb") as output:
-                far = hang.rank == 0  # all others are on the far side of rank 0, which has the store
                 unplug, end = lambda: testbed.unplug(hang.rank), lambda: deque(map(testbed.kill, range(WORLD)), 0)
                 return _page(output, "stopped: " if far else OPENING, unplug, end)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD), "-m"]
