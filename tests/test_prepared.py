@@ -100,6 +100,7 @@ def printed(example: str, world: int = 2) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.from_scratch
 def test_both_scripts_run_under_torchrun_and_their_losses_agree() -> None:
     before, after = printed("ddp"), printed("prepared")
     assert len(before) == len(after) == 3
