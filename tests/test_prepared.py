@@ -110,6 +110,7 @@ def test_both_scripts_run_under_torchrun_and_their_losses_agree() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.from_scratch
 @pytest.mark.parametrize(("example", "needs"), [("huggingface", "transformers"), ("fabric", "lightning.fabric")])
 def test_a_script_of_another_library_learns_where_it_is_installed(example: str, needs: str) -> None:
     pytest.importorskip(needs)
@@ -119,6 +120,7 @@ def test_a_script_of_another_library_learns_where_it_is_installed(example: str, 
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.from_scratch
 def test_an_error_of_a_script_is_told_once_and_torchruns_summary_has_no_traceback_of_it(tmp_path: Path) -> None:
     script = tmp_path / "small.py"
     script.write_text(

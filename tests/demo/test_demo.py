@@ -152,6 +152,7 @@ def test_the_three_trainings_learn_the_digits_and_are_the_same(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.from_scratch
 def test_a_rank_that_fails_is_shown_first_and_nothing_is_left_running(
     images: tuple[TensorDataset, TensorDataset], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

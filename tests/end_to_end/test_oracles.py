@@ -220,6 +220,7 @@ def test_cross_entropy_on_divided_logits_is_that_of_the_parallel_loss(given: dic
 
 
 @pytest.mark.processes
+@pytest.mark.from_scratch
 @pytest.mark.slow
 def test_the_pair_on_processes_is_the_training_of_one_process() -> None:
     pins = {"fc6": COLUMNS, "fc7": replace(ROWS, state="batch"), "fc8": replace(COLUMNS, state="features")}

@@ -154,6 +154,7 @@ def test_the_sdist_makes_the_same_wheel(checkout: Path, wheel: Path, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.from_scratch
 def test_a_project_with_its_own_passes_and_cost_models_compiles_and_trains(wheel: Path, tmp_path: Path) -> None:
     site, project = tmp_path / "site", tmp_path / "project"
     install = ("pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--target", site)
